@@ -1,10 +1,8 @@
-"""What the build adds: strategies as editors see them, recipes, examples, and whole links."""
+"""What the build adds: recipes, examples, and whole links."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,10 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)")
 
 
 class Contents(BuildHookInterface):  # type: ignore[type-arg]
-    """For wheels, and for installations that are editable."""
+    """For wheels."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Writes the stubs, and has the wheel carry them; git does not keep them."""
-        # Without site-packages: what is installed where the package is built changes nothing.
-        command = [sys.executable, "-S", str(Path(self.root, "docs", "stub.py"))]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode:
-            self.app.display_warning(f"editors will not see the strategies' options: {done.stdout}")
-        else:
-            build_data["artifacts"] += done.stdout.split()
+        """Has the wheel carry recipes and examples."""
         if version == "standard":  # an editable installation finds them in the repository
             for pattern in CARRIED:
                 for file in sorted(Path(self.root).glob(pattern)):

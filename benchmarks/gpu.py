@@ -107,7 +107,7 @@ import lightning as L, lightning_dsgd as dsgd
 from tests.support.fits import Seeded
 from tests.support.models import loader, weights
 world_size = {world_size}
-strategy = dsgd.STRATEGIES["wagma"](share_device=world_size > 1, timeout_s=60.0)
+strategy = dsgd.DecentralizedStrategy("wagma", share_device=world_size > 1, timeout_s=60.0)
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
 trainer = L.Trainer(accelerator="gpu", devices=world_size, strategy=strategy, max_epochs=2, **quiet)
 model = Seeded()

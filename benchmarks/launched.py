@@ -22,7 +22,7 @@ import lightning as L
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from lightning_dsgd import STRATEGIES
+from lightning_dsgd import DecentralizedStrategy
 
 folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
 ranks, rank = settings["ranks"], os.environ["RANK"]
@@ -84,7 +84,8 @@ class Learner(L.LightningModule):
 
 
 trainer = L.Trainer(
-    strategy=STRATEGIES[settings["strategy"]](
+    strategy=DecentralizedStrategy(
+        settings["strategy"],
         on_loss="continue", min_ranks=1 if ranks == 2 else None, data="claimed",
         heartbeat_timeout_s=settings["heartbeat_s"], timeout_s=300.0,
     ),

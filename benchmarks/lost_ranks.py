@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from benchmarks import script
-from lightning_dsgd import STRATEGIES
+from lightning_dsgd import DecentralizedStrategy
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
@@ -95,8 +95,11 @@ def run_rank(rank: int, folder: Path, name: str, seed: int, epochs: int, lr: flo
     data.setup("fit")
     model = Digits(lr, folder)
     trainer = L.Trainer(
-        strategy=STRATEGIES[name](
-            on_loss="continue", timeout_s=120, heartbeat_timeout_s=10, **SETTINGS.get(name, {})
+        strategy=DecentralizedStrategy(
+            ALGORITHMS[name](**SETTINGS.get(name, {})),
+            on_loss="continue",
+            timeout_s=120,
+            heartbeat_timeout_s=10,
         ),
         accelerator="cpu",
         devices=RANKS,

@@ -47,7 +47,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from lightning_dsgd import STRATEGIES
+from lightning_dsgd import DecentralizedStrategy
 
 folder, name, ranks, step_s = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 
@@ -71,7 +71,9 @@ class Sleeper(L.LightningModule):
 
 torch.set_num_threads(1)
 trainer = L.Trainer(
-    strategy=STRATEGIES[name](on_loss="continue", heartbeat_timeout_s=10.0, timeout_s=120.0),
+    strategy=DecentralizedStrategy(
+        name, on_loss="continue", heartbeat_timeout_s=10.0, timeout_s=120.0
+    ),
     accelerator="cpu", devices=ranks, max_epochs=100, logger=False, enable_checkpointing=False,
     enable_progress_bar=False, enable_model_summary=False,
 )

@@ -12,14 +12,16 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-from lightning_dsgd import hyperparameters
-from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
 
 MODULE = re.compile(r"\]\(((?:\.\./)+)(lightning_dsgd/[\w/]+)\.py\)")
 """A link from a page to a module: on the site to its contract, on the page `contracts.md`."""
 CONTRACT = "::: {}\n    options: {{members: {}, heading_level: 2, show_root_full_path: true}}\n"
 MEMBERS = {"lightning_dsgd.session.phases": "[FOLLOWING]"}
 """What a contract's module shows besides its docstring."""
+OPTIONS = "\n## Algorithms and their options\n"
+"""Where the page of the API lists the algorithms."""
+BARE = "options: {members: false, inherited_members: false}"
 OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?:benchmarks/|[A-Z]+\b)[^)\s]*)\)")
 """A link to what the site does not have: the research tree, and files at the repository's root."""
 
@@ -40,10 +42,16 @@ def sections(page: str) -> str:
         section = algorithm.__module__.rpartition(".")[2]
         if f"\n## {section}\n" not in page + text:
             module = inspect.getdoc(inspect.getmodule(algorithm)) or ""
-            arguments = hyperparameters.arguments(algorithm)
             what = inspect.getdoc(algorithm) or ""
-            text += f"\n## {section}\n\n{what}\n\n```text\n{module}\n\nArgs:\n{arguments}\n```\n"
+            text += f"\n## {section}\n\n```text\n{what}\n\n{module}\n```\n"
     return text
+
+
+def options() -> str:
+    """The directives that show the options of each algorithm of this package."""
+    paths = [f"{a.__module__}.{a.__name__}" for a in (BY_UNITS | ALGORITHMS).values()]
+    ours = [path for path in paths if path.startswith("lightning_dsgd.")]
+    return "".join(f"\n::: {path}\n    {BARE}\n" for path in ours)
 
 
 def module_of(path: str) -> str:
@@ -85,6 +93,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
     """Leads to contracts and examples, and to the repository for what the site does not have."""
     if page.file.src_uri == "strategies.md":
         markdown += sections(markdown)
+    if page.file.src_uri == "api.md":
+        markdown = markdown.replace(OPTIONS, OPTIONS + options())
     markdown = MODULE.sub(
         lambda found: f"]({found[1][3:]}contracts.md#{module_of(found[2])})", markdown
     )

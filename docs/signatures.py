@@ -1,4 +1,4 @@
-"""Shows the site's reader what `keywords.lists` adds to a class: see `lightning_dsgd.keywords`."""
+"""Shows the site's reader what classes add to their source: `keywords.lists`, and algorithms."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import griffe
 
+from lightning_dsgd.algorithm import Algorithm
+
 
 class Listed(griffe.Extension):
     """Reads signature and docstring from the class itself, as its source does not hold them."""
@@ -16,11 +18,16 @@ class Listed(griffe.Extension):
     def on_class(  # noqa: D102
         self, *, cls: griffe.Class, **kwargs: Any
     ) -> None:
-        if not any("keywords.lists" in str(each.value) for each in cls.decorators):
+        lists = any("keywords.lists" in str(each.value) for each in cls.decorators)
+        if not lists and not cls.path.startswith("lightning_dsgd.algorithms."):
             return
-        face = getattr(import_module(cls.parent.path), cls.name)
+        face = getattr(import_module(cls.parent.path), cls.name, None)
+        if not lists and not (isinstance(face, type) and issubclass(face, Algorithm)):
+            return
         cls.docstring = griffe.Docstring(inspect.getdoc(face), parent=cls, parser="google")
-        written = [_parameter(each) for each in inspect.signature(face).parameters.values()]
+        written = [
+            _parameter(each) for each in inspect.signature(face, eval_str=True).parameters.values()
+        ]
         own = griffe.Parameter("self", kind=griffe.ParameterKind.positional_only)
         cls.set_member(
             "__init__", griffe.Function("__init__", parameters=griffe.Parameters(own, *written))

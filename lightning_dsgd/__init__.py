@@ -24,6 +24,7 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "Algorithm": "algorithm",
+    "BalancedStrategy": "trainer.balanced",
     "BatchSizesSampler": "data.unequal_sampler",
     "CheckpointArtifacts": "lab.checkpoint_artifacts",
     "CommunicationMonitor": "lab.callbacks",
@@ -41,7 +42,7 @@ _HOMES = {
     "TransportError": "transport",
     "decentralized": "plain.training",
 }
-"""Where each public name is defined, but for the algorithms and their strategies."""
+"""Where each public name is defined, but for the algorithms."""
 
 if TYPE_CHECKING:  # "as": `mypy --strict` takes a name only where it is exported by name
     from lightning_dsgd.algorithm import Algorithm as Algorithm
@@ -56,7 +57,7 @@ if TYPE_CHECKING:  # "as": `mypy --strict` takes a name only where it is exporte
     from lightning_dsgd.lab.timeline.step_trace import StepTrace as StepTrace
     from lightning_dsgd.plain.training import decentralized as decentralized
     from lightning_dsgd.sharded.strategy import ShardedStrategy as ShardedStrategy
-    from lightning_dsgd.trainer.named import *  # noqa: F403 - one for each algorithm
+    from lightning_dsgd.trainer.balanced import BalancedStrategy as BalancedStrategy
     from lightning_dsgd.trainer.strategy import DecentralizedStrategy as DecentralizedStrategy
     from lightning_dsgd.transport import Diverged as Diverged
     from lightning_dsgd.transport import PeerLost as PeerLost
@@ -67,24 +68,22 @@ if TYPE_CHECKING:  # "as": `mypy --strict` takes a name only where it is exporte
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
-        return [*_HOMES, *_algorithms(), *_strategies()]
+        return [*_HOMES, *_algorithms()]
     if name not in _HOMES and (name[:1] == "_" or name[:1].islower()):
         raise AttributeError(f"module 'lightning_dsgd' has no attribute {name!r}")
-    if name not in _HOMES and name in (algorithms := _algorithms()):
+    if name in _HOMES:
+        value = getattr(wings.load(_HOMES[name], f"lightning_dsgd.{name}"), name)
+    elif name in (algorithms := _algorithms()):
         value = algorithms[name]
     else:
-        home = wings.load(_HOMES.get(name, "trainer.named"), f"lightning_dsgd.{name}")
-        try:
-            value = getattr(home, name)
-        except AttributeError:
-            raise _unknown(name) from None
+        raise _unknown(name)
     globals()[name] = value
     return value
 
 
 def _unknown(name: str) -> Exception:
     """Returns the error about a name that nothing public has, with the name that may be meant."""
-    known = {each.lower(): each for each in [*_HOMES, *_algorithms(), *_strategies()]}
+    known = {each.lower(): each for each in [*_HOMES, *_algorithms()]}
     near = [known[low] for low in get_close_matches(name.lower(), known, 1, NAMES_ALIKE)]
     meant = f"; did you mean {near[0]}?" if near else ""
     text = f"module 'lightning_dsgd' has no attribute {name!r}{meant}"
@@ -97,7 +96,7 @@ def _unknown(name: str) -> Exception:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_algorithms(), *_strategies()})
+    return sorted({*globals(), *_HOMES, *_algorithms()})
 
 
 def _algorithms() -> dict[str, Any]:
@@ -105,11 +104,6 @@ def _algorithms() -> dict[str, Any]:
     registry: Any = importlib.import_module("lightning_dsgd.algorithms")
     known = registry.ALGORITHMS | registry.BY_UNITS
     return {algorithm.__name__: algorithm for algorithm in known.values()}
-
-
-def _strategies() -> list[str]:
-    named: Any = importlib.import_module("lightning_dsgd.trainer.named")
-    return list(named.__all__)
 
 
 when_imported("lightning.pytorch", "lightning_dsgd.trainer.named")

@@ -177,6 +177,10 @@ class Algorithm:
         traits = self.traits
         return self.net.world_size if traits.lockstep and traits.uses_gradient else 1
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__doc__ = hyperparameters.documented(cls)
+
     def __post_init__(self) -> None:
         hyperparameters.take_printed(self)
 

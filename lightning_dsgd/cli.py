@@ -106,10 +106,6 @@ def _run_lightning(args: list[str] | None) -> None:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
-    from lightning_dsgd.trainer.named import STRATEGIES, class_of
-    from lightning_dsgd.trainer.names import take_on_command_line
-    from lightning_dsgd.trainer.strategy import DecentralizedStrategy
-
     class Saved(SaveConfigCallback):
         def setup(self, trainer: Any, *rest: Any, **named: Any) -> None:
             """Without a folder of the logger, a file may be where the user's own one is."""
@@ -118,7 +114,6 @@ def _run_lightning(args: list[str] | None) -> None:
                 self.config_filename = "config_of_run.yaml"
             super().setup(trainer, *rest, **named)
 
-    take_on_command_line(DecentralizedStrategy, class_of, [*STRATEGIES])
     theirs = COMMANDS.keys() - wings.COMMANDS.keys()
     usages = {name: {"usage": f"lightning-dsgd {name} [options]"} for name in theirs}
     LightningCLI(

@@ -13,6 +13,7 @@ the arguments and the docstring of the strategy that Lightning knows, and the co
 
 from __future__ import annotations
 
+import inspect
 import json
 import textwrap
 from collections.abc import Callable, Iterable
@@ -114,6 +115,20 @@ def check(owner: Any) -> None:
 def names(owner: Any) -> list[str]:
     """Returns the names of all fields, in their order."""
     return [each.name for each in _own(owner)]
+
+
+def documented(owner: type) -> str:
+    """Returns the docstring of a class with all its fields, before `dataclass` has seen it.
+
+    `help`, and jsonargparse for a command line, read what a field is for in the docstring.
+    """
+    inherited = [each for base in reversed(owner.__mro__[1:]) for each in _own(base)]
+    own = {name: each for name, each in vars(owner).items() if isinstance(each, Field)}
+    texts = {each.name: _setting(each).doc for each in inherited}
+    texts |= {name: _setting(each).doc for name, each in own.items()}
+    what = inspect.cleandoc(vars(owner).get("__doc__") or "")
+    listed = "\n".join(argument(name, text) for name, text in texts.items())
+    return f"{what}\n\nArgs:\n{listed}" if listed else what
 
 
 def arguments(owner: Any) -> str:

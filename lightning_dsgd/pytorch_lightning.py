@@ -1,15 +1,17 @@
-"""The named strategies for the Trainer of `pytorch_lightning`, in place of `lightning`.
+"""The strategies for the Trainer of `pytorch_lightning`, in place of `lightning`.
 
-from lightning_dsgd.pytorch_lightning import WAGMAStrategy
+from lightning_dsgd.pytorch_lightning import DecentralizedStrategy
 """
 
-from typing import Final
+from functools import partial
 
 from pytorch_lightning import strategies
 
 from lightning_dsgd import keywords
+from lightning_dsgd.algorithms.written import as_strategy
+from lightning_dsgd.trainer import names
 from lightning_dsgd.trainer.arguments import TrainerOptions
-from lightning_dsgd.trainer.named import make_all, make_known
+from lightning_dsgd.trainer.balanced import BalancedMixin
 from lightning_dsgd.trainer.strategy import DecentralizedMixin
 
 
@@ -18,10 +20,13 @@ class DecentralizedStrategy(DecentralizedMixin, strategies.DDPStrategy):  # noqa
     __doc__ = DecentralizedMixin.__doc__
 
 
-STRATEGIES: Final = make_all(DecentralizedStrategy, __name__)
-"""The names that `Trainer(strategy=...)` takes, once this module is imported."""
+class BalancedStrategy(BalancedMixin, DecentralizedStrategy):  # noqa: D101
+    __doc__ = BalancedMixin.__doc__
 
-globals().update({strategy.__name__: strategy for strategy in STRATEGIES.values()})
-__all__ = ["DecentralizedStrategy", *(strategy.__name__ for strategy in STRATEGIES.values())]
 
-make_known("pytorch_lightning", STRATEGIES, DecentralizedStrategy)
+names.make_known(strategies.StrategyRegistry, DecentralizedStrategy, BalancedStrategy)
+names.hint_in(
+    "pytorch_lightning.trainer.connectors.accelerator_connector",
+    "_AcceleratorConnector",
+    partial(as_strategy, home=__name__),
+)

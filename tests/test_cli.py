@@ -17,6 +17,7 @@ import yaml
 import lightning_dsgd
 from lightning_dsgd.cli import COMMANDS, main
 from tests.support.mpi import ended
+from tests.support.strategies import KINDS
 from tests.support.worlds import FitWorld
 
 ROOT = Path(__file__).parents[1]
@@ -31,13 +32,16 @@ def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RECIPE_FIT = ["fit", "--config", str(RECIPE)]
-WRONG = ["--trainer.strategy.sync_perod", "8"]
+WRONG = ["--trainer.strategy.algorithm.sync_perod", "8"]
 SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
-    "all strategies": (["strategies"], None, [*lightning_dsgd.STRATEGIES]),
+    "all strategies": (["strategies"], None, [*KINDS]),
     "a strategy": (
         ["strategies", "local_sgd"],
         None,
-        ["lightning_dsgd.LocalSGDStrategy(sync_period=8, ", "https://arxiv.org/abs/1805.09767"],
+        [
+            "lightning_dsgd.DecentralizedStrategy(lightning_dsgd.LocalSGD(sync_period=8, ",
+            "https://arxiv.org/abs/1805.09767",
+        ],
     ),
     "no strategy": (["strategies", "local_sdg"], 2, ["got 'local_sdg'; did you mean local_sgd?"]),
     "a recipe": (["recipes", "digits_wagma", "--print"], None, ["# Handwritten digits with WAGMA"]),
@@ -57,12 +61,12 @@ SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
         ["are required: script; try lightning-dsgd launch --ranks 4 train.py"],
     ),
     "a wrong name": (
-        [*RECIPE_FIT, "--trainer.strategy", "wagam", *WRONG],
+        [*RECIPE_FIT, "--trainer.strategy.algorithm", "WAGAM", *WRONG],
         2,
-        ["No strategy is called 'wagam'. Did you mean \"wagma\", of lightning_dsgd?"],
+        ["Expected a dot import path string: WAGAM"],
     ),
-    "a wrong hyperparameter of a name": (
-        [*RECIPE_FIT, "--trainer.strategy", "wagma", *WRONG],
+    "a wrong hyperparameter": (
+        [*RECIPE_FIT, "--trainer.strategy.algorithm", "WAGMA", *WRONG],
         2,
         ["Option 'sync_perod' is not accepted"],
     ),
@@ -86,11 +90,11 @@ def test_a_command_answers_or_refuses(
 def test_records_are_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     main(["strategies", "--json"])
     every = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in every] == [*lightning_dsgd.STRATEGIES]
+    assert [each["name"] for each in every] == [*KINDS]
     main(["strategies", "local_sgd", "--json"])
     [one] = json.loads(capsys.readouterr().out)
     assert one in every
-    assert one["class"] == "lightning_dsgd.LocalSGDStrategy"
+    assert one["class"] == "lightning_dsgd.LocalSGD"
     assert one["hyperparameters"]["sync_period"] == 8
 
 
@@ -129,43 +133,50 @@ for command in {HELP}:
     assert done.returncode == 0, done.stderr
 
 
-WAYS: dict[str, tuple[str, list[str], str]] = {
-    "a flag": ("", ["--trainer.strategy", "WAGMA"], "WAGMA"),
-    "a file": ("strategy: wagma", [], "WAGMA"),
-    "a class in a file": ("strategy: {class_path: wagma}", [], "WAGMA"),
-    "an alias": ("", ["--trainer.strategy", "ddp_wagma"], "WAGMA"),
+OURS = "strategy: {class_path: lightning_dsgd.DecentralizedStrategy, init_args: {algorithm: "
+WAYS: dict[str, tuple[str, list[str]]] = {
+    "a flag": ("", ["--trainer.strategy.algorithm", "WAGMA"]),
+    "a class in a file": (OURS + "{class_path: lightning_dsgd.WAGMA}}}", []),
+    "a short class in a file": (OURS + "{class_path: WAGMA}}}", []),
 }
-"""How a strategy is named: what a file holds, flags, and which class is meant."""
+"""How an algorithm is named: what a file holds, and flags."""
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_names_take_options(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The recipe has another strategy; the rest keeps its defaults."""
-    content, flags, name = WAYS[way]
+def test_an_algorithm_takes_options(
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe has another one; the rest keeps its defaults."""
+    content, flags = WAYS[way]
     file = tmp_path / "strategy.yaml"
     file.write_text(f"trainer: {{{content}}}\n")
-    option = ["--trainer.strategy.data", "claimed"]
-    given = ["--config", str(RECIPE), "--config", str(file), *flags, *option]
+    options = ["--trainer.strategy.data", "claimed", "--trainer.strategy.algorithm.group_size", "4"]
+    given = ["--config", str(RECIPE), "--config", str(file), *flags, *options]
     with pytest.raises(SystemExit) as end:
         main(["fit", *given, "--print_config"])
     assert end.value.code == 0
     config = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
-    strategy = getattr(lightning_dsgd, f"{name}Strategy")
-    assert config["class_path"] == f"lightning_dsgd.{strategy.__name__}"
-    options, parameters = config["init_args"], inspect.signature(strategy).parameters
-    assert options.pop("data") == "claimed"
-    del options["timeout"]  # which is written in a way of its own
-    if way == "a class in a file":  # jsonargparse keeps what both classes have
-        assert options.pop("sync_period") == 8
-    assert options == {name: parameters[name].default for name in options}
+    assert config["class_path"] == "lightning_dsgd.DecentralizedStrategy"
+    algorithm, shared = config["init_args"].pop("algorithm"), config["init_args"]
+    assert algorithm["class_path"] == "lightning_dsgd.WAGMA"
+    own = algorithm["init_args"]
+    assert (shared.pop("data"), own.pop("group_size")) == ("claimed", 4)
+    del shared["timeout"]  # which is written in a way of its own
+    assert own.pop("sync_period") == 8  # jsonargparse keeps what both algorithms have
+    for kind, chosen in (
+        (lightning_dsgd.WAGMA, own),
+        (lightning_dsgd.DecentralizedStrategy, shared),
+    ):
+        parameters = inspect.signature(kind).parameters
+        assert chosen == {name: parameters[name].default for name in chosen}
 
 
 REFUSED = {
-    "group_size=7 with world_size=2": ["--trainer.strategy.group_size", "7"],
-    "sync_period must be None or a whole number": ["--trainer.strategy.sync_period", "0"],
+    "group_size=7 with world_size=2": ["--trainer.strategy.algorithm.group_size", "7"],
+    "sync_period must be None or a whole number": ["--trainer.strategy.algorithm.sync_period", "0"],
 }
 """What a strategy refuses when ranks meet, and when it is made, where jsonargparse holds it."""
-WAGMA = [*RECIPE_FIT, "--trainer.devices", "2", "--trainer.strategy", "wagma"]
+WAGMA = [*RECIPE_FIT, "--trainer.devices", "2", "--trainer.strategy.algorithm", "WAGMA"]
 
 
 def fit_as_typed(folder: Path, args: list[str]) -> None:
@@ -215,13 +226,13 @@ class MyModel(L.LightningModule):
 def test_a_model_brings_its_own_data(tmp_path: Path) -> None:
     """Its file lies in the working folder; the strategy has an option."""
     (tmp_path / "my_model.py").write_text(MODEL)
-    strategy = "{class_path: popsgd, init_args: {data: claimed, timeout_s: 60}}"
+    strategy = "{class_path: DecentralizedStrategy, init_args: {algorithm: wagma, data: claimed}}"
     limits = "accelerator: cpu, devices: 2, max_epochs: 1, logger: false"
     (tmp_path / "run.yaml").write_text(f"trainer: {{strategy: {strategy}, {limits}}}\n")
     command = ["fit", "--config", "run.yaml", "--model", "my_model.MyModel"]
     FitWorld().run(2, fit_as_typed, tmp_path, command)
     for rank in range(2):
-        assert (tmp_path / f"rank_{rank}.txt").read_text() == "PopSGDStrategy claimed\n"
+        assert (tmp_path / f"rank_{rank}.txt").read_text() == "DecentralizedStrategy claimed\n"
 
 
 def fit_in(folder: Path, args: list[str]) -> None:

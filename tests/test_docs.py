@@ -139,7 +139,8 @@ def fit_with_the_example() -> tuple[Tensor, Tensor]:
     """Without its momentum, and with Local SGD."""
     still = lightning_dsgd.DecentralizedStrategy(example()["BMUF"](sync_period=4, momentum=0.0))
     ends = []
-    for strategy in (still, lightning_dsgd.LocalSGDStrategy(sync_period=4)):
+    local = lightning_dsgd.DecentralizedStrategy(lightning_dsgd.LocalSGD(sync_period=4))
+    for strategy in (still, local):
         torch.manual_seed(0)
         model = Regression()
         trainer(strategy, 2).fit(model, loader())

@@ -49,11 +49,11 @@ CORE = {
     "trainer": "agreement algorithm algorithms data devices hyperparameters keywords replica "
     "session transport wings",
     "fabric": "algorithm algorithms devices keywords plain session trainer transport wings",
-    "pytorch_lightning": "keywords trainer",
+    "pytorch_lightning": "algorithms keywords trainer",
     "tasks": "",
     PACKAGE.name: "algorithm algorithms arrival fabric hyperparameters plain trainer transport "
     "wings sharded tasks lab elastic data",  # public names, which type checkers alone import there
-    "cli": f"{PACKAGE.name} hyperparameters trainer wings",
+    "cli": f"{PACKAGE.name} hyperparameters wings",
     "__main__": "cli",
 }  # fmt: skip
 WINGS = {
@@ -285,8 +285,8 @@ warnings.simplefilter("ignore")
 trainer = L.Trainer(strategy="wagma", accelerator="cpu", devices=2, logger=False)
 print(type(trainer.strategy).__name__, type(trainer.strategy).__module__)
 """
-    where = "pytorch_lightning" if "pytorch_lightning" in imports else "trainer.named"
-    assert said_by(code).split() == ["WAGMAStrategy", f"lightning_dsgd.{where}"]
+    where = "pytorch_lightning" if "pytorch_lightning" in imports else "trainer.strategy"
+    assert said_by(code).split() == ["DecentralizedStrategy", f"lightning_dsgd.{where}"]
 
 
 def test_what_waits_for_a_package_that_imports_us_is_imported_at_its_end(tmp_path: Path) -> None:
@@ -364,7 +364,6 @@ def test_wheel_carries_package_recipes_examples_and_no_more(wheel: zipfile.ZipFi
     ours = on_disk("lightning_dsgd/**/*.py") | {f"lightning_dsgd/{name}" for name in carried}
     suffixes = (".py", ".yaml", ".yml", ".ipynb", ".sbatch")
     assert {name for name in names if name.endswith(suffixes)} == ours
-    assert {"lightning_dsgd/trainer/named.pyi", "lightning_dsgd/pytorch_lightning.pyi"} <= {*names}
     assert "Apache License" in text_of(wheel, "licenses/LICENSE")
     assert "lightning-dsgd = lightning_dsgd.cli:main" in text_of(wheel, "entry_points.txt")
 

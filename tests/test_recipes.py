@@ -65,11 +65,9 @@ def test_recipe_is_understood_and_its_strategy_starts(recipe: Path) -> None:
     cli = parse(recipe)
     trainer = cli.config.trainer
     init_args = dict(vars(trainer.strategy.init_args))
-    num_ranks = trainer.devices * trainer.num_nodes
-    if "algorithm" in init_args:
-        algorithm = init_args["algorithm"]
-        init_args["algorithm"] = made(algorithm.class_path, algorithm.init_args)
-        num_ranks = init_args["num_replicas"]
+    num_ranks = init_args.get("num_replicas", trainer.devices * trainer.num_nodes)
+    algorithm = init_args["algorithm"]
+    init_args["algorithm"] = made(algorithm.class_path, algorithm.init_args)
     strategy = made(trainer.strategy.class_path, init_args)
     SimulatedWorld(num_ranks).run(start, strategy.algorithm)
 

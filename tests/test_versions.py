@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_dsgd import STRATEGIES
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.strategies import KINDS, strategy_of
 from tests.support.worlds import FitWorld
 
 
@@ -21,7 +21,7 @@ def fit(name: str, folder: Path, **kwargs: Any) -> tuple[L.LightningModule, L.Tr
     model = Regression()
     saver = ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_top_k=-1)
     run = trainer(
-        STRATEGIES[name](timeout_s=20.0),
+        strategy_of(name, timeout_s=20.0),
         2,
         callbacks=[saver],
         enable_checkpointing=True,
@@ -34,7 +34,7 @@ def fit(name: str, folder: Path, **kwargs: Any) -> tuple[L.LightningModule, L.Tr
 def fit_and_resume(folder: Path) -> dict[str, tuple[Tensor, int, float]]:
     """Two epochs under each strategy, the second by another trainer: weights, steps, loss."""
     results = {}
-    for name in STRATEGIES:
+    for name in KINDS:
         fit(name, folder / name, max_epochs=1)
         path = str(folder / name / "epoch=0.ckpt")
         model, run = fit(name, folder / name, max_epochs=2, ckpt_path=path)
@@ -47,7 +47,7 @@ def fit_and_resume(folder: Path) -> dict[str, tuple[Tensor, int, float]]:
 @pytest.mark.versions
 def test_every_strategy_trains_and_resumes(tmp_path: Path) -> None:
     ours, theirs = FitWorld().run(2, fit_and_resume, tmp_path)
-    assert set(ours) == set(STRATEGIES)
+    assert set(ours) == set(KINDS)
     for name, (x, steps, loss) in ours.items():
         assert torch.equal(x, theirs[name][0]), name
         assert (steps, theirs[name][1]) == (16, 16), name

@@ -2,8 +2,8 @@
 
 decentralized(model, optimizer, "wagma")    write decentralized(model, optimizer,
 lightning_dsgd.WAGMA())
-Trainer(strategy=WAGMA(group_size=4))       write strategy=lightning_dsgd.WAGMAStrategy(
-group_size=4)
+Trainer(strategy=WAGMA(group_size=4))       write strategy=lightning_dsgd.DecentralizedStrategy(
+lightning_dsgd.WAGMA(group_size=4))
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
+from lightning_dsgd.algorithms import BY_UNITS, make_algorithm
 
 _PACKAGE = __name__.partition(".")[0]
-_ENDING = "Strategy"
 
 
 def check_algorithm(given: Any, place: str) -> None:
@@ -44,10 +43,7 @@ def meant(given: Any) -> Algorithm | None:
     if isinstance(given, str):
         return _named(given)
     if isinstance(given, type):
-        by_name = {kind.__name__: kind for kind in (BY_UNITS | ALGORITHMS).values()}
-        kind = given if issubclass(given, Algorithm) else None
-        kind = kind or by_name.get(given.__name__.removesuffix(_ENDING))
-        return None if kind is None else kind()
+        return given() if issubclass(given, Algorithm) else None
     found = given if isinstance(given, Algorithm) else getattr(given, "algorithm", None)
     return found if isinstance(found, Algorithm) else None
 
@@ -62,11 +58,26 @@ def _named(spec: str) -> Algorithm | None:
 def written(algorithm: Algorithm) -> str:
     """Returns the call that makes an algorithm, as in `lightning_dsgd.WAGMA(group_size=4)`."""
     kind = type(algorithm)
-    prefix = f"{_PACKAGE}." if is_ours(algorithm) else ""
-    return f"{prefix}{kind.__name__}({arguments(algorithm)})"
+    prefix = f"{_PACKAGE}." if kind.__module__.startswith(f"{_PACKAGE}.") else ""
+    return f"{prefix}{kind.__name__}({_arguments(algorithm)})"
 
 
-def arguments(algorithm: Algorithm) -> str:
+def as_strategy(algorithm: Algorithm, home: str = _PACKAGE) -> str:
+    """Returns the call of the Trainer's strategy with an algorithm.
+
+    Args:
+        algorithm: what the strategy trains with
+        home: the module that has the strategies of the Trainer's package
+    """
+    return f"{home}.{class_for(type(algorithm))}({written(algorithm)})"
+
+
+def class_for(kind: type[Algorithm]) -> str:
+    """Returns the name of the Trainer's strategy for an algorithm."""
+    return "BalancedStrategy" if kind.name in BY_UNITS else "DecentralizedStrategy"
+
+
+def _arguments(algorithm: Algorithm) -> str:
     """Returns the hyperparameters that are not the default ones, as a call's arguments."""
     ordinary = type(algorithm)()
     values = [
@@ -74,11 +85,6 @@ def arguments(algorithm: Algorithm) -> str:
         for name in hyperparameters.names(algorithm)
     ]
     return ", ".join(f"{name}={value!r}" for name, value, usual in values if value != usual)
-
-
-def is_ours(algorithm: Algorithm) -> bool:
-    """Returns whether an algorithm is one of this package's, which have a strategy each."""
-    return type(algorithm).__module__.startswith(f"{_PACKAGE}.")
 
 
 def described(given: Any) -> str:

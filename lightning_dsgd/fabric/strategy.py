@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from importlib import import_module
 from typing import Any, Self, Unpack
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -33,8 +32,7 @@ from torch.optim import Optimizer
 
 from lightning_dsgd import keywords
 from lightning_dsgd.algorithm import Algorithm, Conditions
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
-from lightning_dsgd.algorithms.written import check_algorithm, written
+from lightning_dsgd.algorithms.written import written
 from lightning_dsgd.fabric.collectives import CollectivesMixin, FabricSession
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
@@ -57,15 +55,13 @@ class FabricMixin(CollectivesMixin):
     """
 
     def __init__(self, algorithm: Algorithm | str, **given: Unpack[FabricOptions]) -> None:
-        made = make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
-        check_algorithm(made, "FabricStrategy({})")
-        super().__init__(made, FabricOptions, given)
+        super().__init__(algorithm, FabricOptions, given)
         self._backward_sync_control: Any = _NothingToSync()
         self._clips: dict[int, Callable[[Iterable[Tensor]], Any]] = {}
         ranks = options.ranks_of(self.in_force, self._opening)
         self.session = FabricSession(self._processes, ranks)
         self.session.clip = self._clip
-        self._loop = Loop(self.session, made, self.in_force, lambda: self._optimizers)
+        self._loop = Loop(self.session, self.algorithm, self.in_force, lambda: self._optimizers)
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._num_epochs: dict[int, int] = {}  # of each loader, where ranks share micro-batches
@@ -344,20 +340,9 @@ class FabricStrategy(FabricMixin, DDPStrategy):
     __doc__ = FabricMixin.__doc__
 
 
-def make_known(package: str, strategy: type) -> None:
-    """Makes the algorithms' names known to one of the packages that have a Fabric."""
-    registry = import_module(f"{package}.strategies").STRATEGY_REGISTRY
-    every = [*BY_UNITS, *ALGORITHMS]
-    for name in every:
-        description = (inspect.getdoc((ALGORITHMS | BY_UNITS).get(name)) or name).splitlines()[0]
-        names.register(registry, name, strategy, description, algorithm=name)
-    home = strategy.__module__ if package == "lightning_fabric" else "lightning_dsgd"
-    names.hint_in(
-        f"{package}.connector",
-        "_Connector",
-        every,
-        lambda algorithm: f"{home}.FabricStrategy({written(algorithm)})",
-    )
-
-
-make_known("lightning.fabric", FabricStrategy)
+names.make_known(STRATEGY_REGISTRY, FabricStrategy, FabricStrategy)
+names.hint_in(
+    "lightning.fabric.connector",
+    "_Connector",
+    lambda algorithm: f"lightning_dsgd.FabricStrategy({written(algorithm)})",
+)

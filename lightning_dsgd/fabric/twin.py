@@ -1,9 +1,12 @@
 """The strategies for the Fabric of `lightning_fabric`, in place of `lightning`."""
 
+from lightning_fabric.strategies import STRATEGY_REGISTRY
 from lightning_fabric.strategies.ddp import DDPStrategy
 
 from lightning_dsgd import keywords
-from lightning_dsgd.fabric.strategy import FabricMixin, make_known
+from lightning_dsgd.algorithms.written import written
+from lightning_dsgd.fabric.strategy import FabricMixin
+from lightning_dsgd.trainer import names
 from lightning_dsgd.trainer.arguments import FabricOptions
 
 
@@ -12,4 +15,9 @@ class FabricStrategy(FabricMixin, DDPStrategy):  # noqa: D101
     __doc__ = FabricMixin.__doc__
 
 
-make_known("lightning_fabric", FabricStrategy)
+names.make_known(STRATEGY_REGISTRY, FabricStrategy, FabricStrategy)
+names.hint_in(
+    "lightning_fabric.connector",
+    "_Connector",
+    lambda algorithm: f"{__name__}.FabricStrategy({written(algorithm)})",
+)

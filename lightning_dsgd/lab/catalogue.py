@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, COMPARISONS
+from lightning_dsgd.algorithms.written import class_for
 from lightning_dsgd.lab import decisions
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ def records(name: str | None) -> list[dict[str, Any]]:
     return [
         {
             **dict(zip(names, row(algorithm), strict=True)),
-            "class": f"lightning_dsgd.{algorithm.__name__}Strategy",
+            "class": f"lightning_dsgd.{algorithm.__name__}",
             "hyperparameters": {each.name: each.default for each in fields(algorithm)},  # type: ignore[arg-type]
         }
         for algorithm in chosen
@@ -153,13 +154,12 @@ def _linked(algorithm: type[Algorithm], page: str, columns: tuple[str, ...]) -> 
 def describe(name: str) -> str:
     """Describes a strategy: how to create it, its hyperparameters, its module's docstring."""
     algorithm = strategy_called(name, _ALL)
-    arguments = hyperparameters.arguments(algorithm)
     defaults = (f"{f.name}={f.default!r}" for f in fields(algorithm))  # type: ignore[arg-type]
     module = inspect.getdoc(inspect.getmodule(algorithm)) or ""
     sections = [
-        f'Trainer(strategy="{name}"), or lightning_dsgd.{algorithm.__name__}Strategy'
-        f"({', '.join(defaults)})",
-        (inspect.getdoc(algorithm) or "") + (f"\n\nArgs:\n{arguments}" if arguments else ""),
+        f'Trainer(strategy="{name}"), or lightning_dsgd.{class_for(algorithm)}('
+        f"lightning_dsgd.{algorithm.__name__}({', '.join(defaults)}))",
+        inspect.getdoc(algorithm) or "",
         *(f"{title}: {cell}" for title, cell in zip(COLUMNS, row(algorithm), strict=True)),
         module,
     ]

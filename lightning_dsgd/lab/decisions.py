@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
+from lightning_dsgd.algorithms.written import class_for
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 
@@ -342,18 +343,21 @@ def measured_as(name: str) -> Situation:
 
 
 def options(strategy: str, data: str) -> tuple[str, dict[str, Any]]:
-    """Returns the name and all arguments of a strategy's class."""
+    """Returns the name and all options of a strategy."""
     name, given = parse(strategy)
     return name, given | ({"data": data} if data == CLAIMED else {})
 
 
 def code(strategy: str, data: str = EQUAL) -> str:
     """Returns what `Trainer(strategy=...)` is given."""
-    name, given = options(strategy, data)
-    if not given:
+    name, given = parse(strategy)
+    if not given and data == EQUAL:
         return f'"{name}"'
+    kind = (ALGORITHMS | BY_UNITS)[name]
     arguments = ", ".join(f"{key}={written(value)}" for key, value in given.items())
-    return f"lightning_dsgd.{(ALGORITHMS | BY_UNITS)[name].__name__}Strategy({arguments})"
+    algorithm = f"lightning_dsgd.{kind.__name__}({arguments})" if given else f'"{name}"'
+    claimed = f', data="{CLAIMED}"' if data == CLAIMED else ""
+    return f"lightning_dsgd.{class_for(kind)}({algorithm}{claimed})"
 
 
 def written(value: Any) -> str:

@@ -99,6 +99,11 @@ def check(strategy: str, algorithm: Algorithm, table: type, given: Any) -> None:
         says_nothing = value is None or (name in defaults and value == defaults[name].default)
         if name in ours:
             continue
+        if name in algorithm.hyperparameters():
+            raise ValueError(
+                f"the option {name} is one of the algorithm, got {name}={value!r} for the "
+                f"strategy; write {strategy}({type(algorithm).__name__}({name}={value!r}))"
+            )
         if says_nothing and (name in _NOT_OURS or name in defaults):
             del given[name]  # a command line passes the defaults of the base classes
         elif name in _NOT_OURS:
@@ -106,5 +111,4 @@ def check(strategy: str, algorithm: Algorithm, table: type, given: Any) -> None:
                 f"{strategy} cannot honour {name}, got {name}={value!r}: {_NOT_OURS[name]}"
             )
         elif name not in (*theirs, *THE_TRAINERS):
-            own = [*algorithm.hyperparameters(), *ours]
-            raise ValueError(keywords.unknown(strategy, name, value, own, theirs))
+            raise ValueError(keywords.unknown(strategy, name, value, ours, theirs))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,11 +36,16 @@ from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.session.options import check_is_first
 from lightning_dsgd.trainer import joint, seams, step_sizes
 from lightning_dsgd.trainer.metrics import StepMetrics
+from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
 
 class BalancedMixin:
-    """Has ranks share the micro-batches of each step."""
+    """Trains with `Balanced`: the ranks share the micro-batches of each step.
 
+    It takes the arguments of `DecentralizedStrategy`.
+    """
+
+    _takes_units: ClassVar[bool] = True
     _balancing: Balancing | None = None
     _loader: BalancedLoader | None = None
     _is_in_unit = False
@@ -292,6 +297,10 @@ class BalancedMixin:
     def teardown(self: Any) -> None:
         super().teardown()  # type: ignore[misc]
         self._balancing = self._loader = self._output = None
+
+
+class BalancedStrategy(BalancedMixin, DecentralizedStrategy):
+    __doc__ = BalancedMixin.__doc__
 
 
 class BalancedLoader(StandIn):

@@ -9,6 +9,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dsgd import devices, keywords
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.algorithms.written import check_algorithm
 from lightning_dsgd.session import options
 from lightning_dsgd.session.figures import own
 from lightning_dsgd.session.opening import Opening
@@ -27,13 +29,15 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
     session: Any
     _start_method: Any
 
-    def __init__(self, algorithm: Algorithm, table: type[Any], given: Any) -> None:
+    def __init__(self, algorithm: Algorithm | str, table: type[Any], given: Any) -> None:
         name = type(self).__name__
+        if isinstance(algorithm, str):
+            algorithm = make_algorithm(algorithm)
+        check_algorithm(algorithm, f"{name}({{}})")
         arguments.check(name, algorithm, table, given)
         chosen: Any = {n: v for n, v in given.items() if n not in arguments.THE_TRAINERS}
         self.in_force = options.choose(name, table, chosen)  # what trackers are told
         options.check_data(self.in_force, algorithm)
-        algorithm.check_hyperparameters()
         super().__init__(**keywords.passed_on(table, given))
         self.algorithm = algorithm
         self._has_start_method = "start_method" in given

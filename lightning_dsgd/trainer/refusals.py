@@ -9,6 +9,7 @@ import torch
 
 from lightning_dsgd.agreement import by_rank, everyones
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.written import as_strategy, written
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.sessions import TrainerSession
 
@@ -70,6 +71,17 @@ def check_number_of_processes(world_size: int, num_nodes: int, devices: int) -> 
             f"devices={devices} and num_nodes={num_nodes}; start {processes} "
             f"processes, or set devices and num_nodes so that their product is {world_size}"
         )
+
+
+def check_units(algorithm: Algorithm, *, takes_units: bool) -> None:
+    """Raises where a strategy and its algorithm do not agree on how the ranks share a step."""
+    if algorithm.traits.sums_units == takes_units:
+        return
+    whose = "share the micro-batches of a step" if takes_units else "each make their own step"
+    raise ValueError(
+        f"the ranks of this strategy {whose}, got {written(algorithm)}; write "
+        f"{as_strategy(algorithm)}"
+    )
 
 
 def check_sync_batchnorm(algorithm: Algorithm, device: torch.device) -> None:

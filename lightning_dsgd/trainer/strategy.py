@@ -25,14 +25,15 @@ samplers and devices are Lightning's.  What it takes away, and why:
 - a step's `self.log(..., sync_dist=True)` stays local, with a warning, unless the algorithm waits
   for all ranks in every step anyway.
 
-`named` makes a strategy of each algorithm, for `lightning` and for `pytorch_lightning`.
+`DecentralizedMixin` is the strategy for both of Lightning's packages; `pytorch_lightning`'s class
+is in `lightning_dsgd.pytorch_lightning`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
@@ -65,14 +66,16 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     """Trains with an algorithm that does not wait for everyone at every step.
 
     Args:
-        algorithm: how the ranks learn from one another
+        algorithm: how the ranks learn from one another, or its name
         **given: the options in `TrainerOptions`
     """
 
     _table: type[TrainerOptions] = TrainerOptions
+    _takes_units: ClassVar[bool] = False
 
-    def __init__(self, algorithm: Algorithm, **given: Unpack[TrainerOptions]) -> None:
+    def __init__(self, algorithm: Algorithm | str, **given: Unpack[TrainerOptions]) -> None:
         super().__init__(algorithm, self._table, given)
+        refusals.check_units(self.algorithm, takes_units=self._takes_units)
         self._data = self.in_force.get("data", "equal")
         self.session = self._new_session()
         self._claiming: TrainerClaiming | None = None

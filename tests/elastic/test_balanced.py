@@ -465,7 +465,9 @@ class Fitted(L.LightningModule):
 
 def fit(folder: str, doomed: dict[int, int], devices: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    balanced = dsgd.BalancedStrategy(micro_batches=NUM_PARTS, min_ranks=2, **SURVIVES)
+    balanced = dsgd.BalancedStrategy(
+        dsgd.Balanced(micro_batches=NUM_PARTS), min_ranks=2, **SURVIVES
+    )
     saver = ModelCheckpoint(folder, "saved", every_n_train_steps=2, save_top_k=-1)
     options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saver]}
     options |= {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": NUM_SLOTS}

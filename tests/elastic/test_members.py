@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd import STRATEGIES, FabricStrategy
+from lightning_dsgd import FabricStrategy
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic import changes
 from lightning_dsgd.elastic.changes import ChangingMembers
@@ -31,6 +31,7 @@ from lightning_dsgd.trainer.children import Processes
 from lightning_dsgd.trainer.sessions import TrainerSession
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.view import View
+from tests.support.strategies import strategy_of
 
 CHOSEN = choose("a test", Options, {"timeout_s": 10.0, "heartbeat_timeout_s": 10.0})
 
@@ -125,7 +126,7 @@ def fabrics(net: Any) -> FabricStrategy:
 
 
 def trainers(net: Any) -> Any:
-    strategy = STRATEGIES["local_sgd"](on_loss="continue")
+    strategy = strategy_of("local_sgd", on_loss="continue")
     strategy.session = TrainerSession(Processes(), UntrainedTrainer(strategy._opening, None))
     entered(net, strategy.session)
     return strategy

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dsgd import STRATEGIES, devices
+from lightning_dsgd import devices
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
 from tests.elastic.test_plain import LOSS_UNTRAINED, PERIODS, SURVIVES
@@ -21,6 +21,7 @@ from tests.support.fake_device import FakeDevice
 from tests.support.fits import accelerator_of
 from tests.support.models import loader, trainer, weights
 from tests.support.ports import free_port
+from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 from tests.support.worlds import FakeFitWorld, StartWorld
 
@@ -37,7 +38,7 @@ class OnDevice(Logging):
 
 def fit(fake: FakeDevice, name: str, folder: str, plan: Plan) -> dict[str, Any]:
     options = {"accelerator": accelerator_of(fake.device), "max_epochs": 3}
-    train = trainer(STRATEGIES[name](**SURVIVES | PERIODS.get(name, {})), 3, **options)
+    train = trainer(strategy_of(name, **SURVIVES | PERIODS.get(name, {})), 3, **options)
     model = OnDevice(folder, (plan,))
     train.fit(model, loader(96), loader(16))
     assert model.seen == {fake.device}

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.joining import TrainerMembers
 from lightning_dsgd.elastic.views import ChangingViews
@@ -27,6 +26,7 @@ from tests.elastic.test_plain import LOSS_UNTRAINED, PERIODS, SURVIVES
 from tests.support.doomed import Doomed, Plan, await_leave
 from tests.support.killed import NUM_RANKS, kill_after, kill_at_random
 from tests.support.models import loader, trainer
+from tests.support.strategies import strategy_of
 from tests.support.thorough import cases, some
 from tests.support.worlds import FitWorld
 
@@ -73,7 +73,7 @@ def fit(
     options = {"enable_checkpointing": True, "callbacks": callbacks, "max_epochs": NUM_EPOCHS}
     options |= {"logger": CSVLogger(folder, "logs"), "log_every_n_steps": 1}
     given = SURVIVES | PERIODS.get(name, {})
-    train = trainer(STRATEGIES[name](**given), devices, **options)
+    train = trainer(strategy_of(name, **given), devices, **options)
     model = Logging(folder, () if plan is None else (plan,)) if model is None else model
     train.fit(model, loader(256), loader(32))
     if train.strategy.session.ranks.has_changed:
@@ -177,7 +177,7 @@ def test_as_many_are_invited_as_there_is_room_for(most, num_members, invited):
 
 
 def test_a_collective_of_some_ranks_is_refused():
-    strategy = STRATEGIES["local_sgd"](on_loss="continue")
+    strategy = strategy_of("local_sgd", on_loss="continue")
     strategy.session._net = SimpleNamespace(is_forks=False, check_process=lambda: None)
     for ask in (strategy.all_gather, strategy.reduce):
         with pytest.raises(ValueError, match=r"must be of all ranks .* got group='some'"):

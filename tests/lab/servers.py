@@ -154,7 +154,7 @@ def test_a_wandb_agent_starts_runs(
         for name, rule in config["parameters"].items()
     }
     quick = {"trainer.devices": 2, "trainer.max_epochs": 1, "trainer.limit_train_batches": 4}
-    quick["trainer.strategy.init_args.group_size"] = 2
+    quick["trainer.strategy.algorithm.group_size"] = 2
     args = {name: {"value": value} for name, value in (chosen | quick).items()}
     agent = Agent(None, None, sweep_id="s1")
     agent._sweep_command = config["command"]

@@ -17,13 +17,13 @@ import torch
 from lightning.pytorch.plugins.environments import MPIEnvironment
 from torch import Tensor
 
-from lightning_dsgd import STRATEGIES
 from lightning_dsgd.mpi import flight, job
 from lightning_dsgd.mpi.wire import MPITransport
 from lightning_dsgd.transport import Transport, TransportError, mpi_job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.mpi import SIZE, MPIFitWorld, MPIJob, MPIWorld, ended, every_mpi, mpiexec
+from tests.support.strategies import strategy_of
 from tests.transport.helpers import send_and_check
 
 EMPTY = torch.empty(0)
@@ -44,7 +44,7 @@ def fit_over_both() -> list[tuple[str, str, Tensor]]:
         for name in ("allreduce", "local_sgd", "oktopk"):
             L.seed_everything(0, verbose=False)
             model, note = Regression(), NoteTransport()
-            chosen = STRATEGIES[name](transport=transport, timeout_s=20.0)
+            chosen = strategy_of(name, transport=transport, timeout_s=20.0)
             run = trainer(chosen, SIZE, max_epochs=2, callbacks=[note])
             # A worker of a loader is forked, after MPI was initialized.
             run.fit(model, loader(96), loader(32, num_workers=int(name == "local_sgd")))

@@ -28,6 +28,7 @@ def train_with(face: Any) -> Any:
 
 
 GROUPS = dsgd.WAGMA(group_size=4)
+WRITTEN_GROUPS = "lightning_dsgd.DecentralizedStrategy(lightning_dsgd.WAGMA(group_size=4))"
 WRITTEN: list[tuple[Any, Any, str]] = [
     (train_plainly, "wagma", "(model, optimizer, lightning_dsgd.WAGMA())"),
     (
@@ -39,22 +40,27 @@ WRITTEN: list[tuple[Any, Any, str]] = [
     (train_plainly, 3, "got 3; write decentralized(model, optimizer, lightning_dsgd.LocalSGD("),
     (
         train_plainly,
-        dsgd.WAGMAStrategy(group_size=4),
-        "got a WAGMAStrategy; write decentralized(model, optimizer, lightning_dsgd.WAGMA(",
+        dsgd.DecentralizedStrategy(GROUPS),
+        "got a DecentralizedStrategy; write decentralized(model, optimizer, lightning_dsgd.WAGMA(",
     ),
-    (dsgd.FabricStrategy, dsgd.WAGMAStrategy(), "write FabricStrategy(lightning_dsgd.WAGMA())"),
-    (train_with(L.Trainer), GROUPS, "Write strategy=lightning_dsgd.WAGMAStrategy(group_size=4)."),
-    (train_with(L.Trainer), dsgd.WAGMAStrategy, "Write strategy=lightning_dsgd.WAGMAStrategy()."),
-    (train_with(L.Trainer), dsgd.FabricStrategy(GROUPS), "strategy=lightning_dsgd.WAGMAStrategy("),
+    (
+        dsgd.FabricStrategy,
+        dsgd.DecentralizedStrategy("wagma"),
+        "write FabricStrategy(lightning_dsgd.WAGMA())",
+    ),
+    (train_with(L.Trainer), GROUPS, f"Write strategy={WRITTEN_GROUPS}."),
+    (train_with(L.Trainer), dsgd.WAGMA, "DecentralizedStrategy(lightning_dsgd.WAGMA())."),
+    (train_with(L.Trainer), dsgd.FabricStrategy(GROUPS), f"Write strategy={WRITTEN_GROUPS}."),
     (train_with(L.Trainer), 3, "Find a complete list of options in our documentation"),
     (
         train_with(pytorch_lightning.Trainer),
-        dsgd.WAGMAStrategy(),
-        "Write strategy=lightning_dsgd.pytorch_lightning.WAGMAStrategy().",
+        dsgd.DecentralizedStrategy("wagma"),
+        "Write strategy=lightning_dsgd.pytorch_lightning.DecentralizedStrategy(lightning_dsgd.WAG",
     ),
+    (train_with(L.Trainer), dsgd.Balanced(), "BalancedStrategy(lightning_dsgd.Balanced())."),
     (
         train_with(L.Fabric),
-        dsgd.WAGMAStrategy(group_size=4),
+        dsgd.DecentralizedStrategy(GROUPS),
         "Write strategy=lightning_dsgd.FabricStrategy(lightning_dsgd.WAGMA(group_size=4)).",
     ),
     (
@@ -76,14 +82,14 @@ def test_what_belongs_to_another_face_is_refused_with_what_to_write(number: int)
 
 
 def test_a_mistyped_name_is_told_which_may_be_meant() -> None:
-    text = "no attribute 'OktopkStrategy'; did you mean OkTopkStrategy?"
+    text = "no attribute 'OktopK'; did you mean OkTopk?"
     with pytest.raises(AttributeError, match=text):
-        _ = dsgd.OktopkStrategy
+        _ = dsgd.OktopK
     with pytest.raises(ImportError, match=text):
-        exec("from lightning_dsgd import OktopkStrategy")
+        exec("from lightning_dsgd import OktopK")
     with pytest.raises(ImportError, match="cannot import name 'NothingLikeIt'"):
         exec("from lightning_dsgd import NothingLikeIt")
-    assert not hasattr(dsgd, "OktopkStrategy")
+    assert not hasattr(dsgd, "OktopK")
     exec("from lightning_dsgd import plain, trainer")
 
 

@@ -19,12 +19,12 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
-from lightning_dsgd import STRATEGIES
 from lightning_dsgd.session.checkpoint import files, record
 from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.fits import every_strategy
 from tests.support.heard import Heard
 from tests.support.models import Regression, loader, trainer
+from tests.support.strategies import KINDS, strategy_of
 from tests.support.thorough import cases
 from tests.support.worlds import FitWorld, Outcome, ParentWorld, ProcessWorld
 
@@ -33,7 +33,7 @@ LATER = pytest.mark.exhaustive
 
 def make(name: str) -> Any:
     """A save after a whole number of epochs, of 8 steps with two ranks, is between two averages."""
-    return STRATEGIES[name](**({"sync_period": 5} if name == "local_sgd" else {}))
+    return strategy_of(name, **({"sync_period": 5} if name == "local_sgd" else {}))
 
 
 # ---- what runs on the ranks ----
@@ -144,7 +144,7 @@ def train(
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(1 + rank)
     log, watch = Heard("lightning.pytorch", "pytorch_lightning"), Watch()
-    strategy = make(name) if name in STRATEGIES else name
+    strategy = make(name) if name in KINDS else name
     defaults = {"filename": "{epoch}", "save_top_k": -1, "save_on_train_epoch_end": True}
     saver = ModelCheckpoint(dirpath=folder, **{**defaults, **(save or {})})
     runner = trainer(

@@ -23,7 +23,6 @@ import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_dsgd import STRATEGIES
 from lightning_dsgd.lab.jobs.job import is_of_mpich
 from lightning_dsgd.session import last_resort
 from lightning_dsgd.session.ending import all_fail
@@ -33,6 +32,7 @@ from tests.support import doomed
 from tests.support.doomed import Doomed, Plan, num_batches
 from tests.support.models import Regression, loader, trainer
 from tests.support.mpi import environment, every_mpi, mpiexec
+from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 from tests.support.worlds import FitWorld, Outcome
 
@@ -52,7 +52,7 @@ def fit_until_requeued(
     os.environ.update({f"SLURM_{name}": value for name, value in job.items()})
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
     fitter = trainer(
-        STRATEGIES["wagma"](timeout_s=20),
+        strategy_of("wagma", timeout_s=20),
         2,
         max_steps=max_steps,
         max_epochs=-1,
@@ -216,7 +216,7 @@ def own_handler(signum: int, frame: Any) -> None:
 def fit_and_forget(options: dict[str, Any]) -> tuple[bool, list[bool]]:
     """Whether Ctrl-C is the script's own after a fit, and what the process still holds of it."""
     signal.signal(signal.SIGINT, own_handler)
-    train = trainer(STRATEGIES["popsgd"](timeout_s=60.0, **options), 2, max_epochs=1)
+    train = trainer(strategy_of("popsgd", timeout_s=60.0, **options), 2, max_epochs=1)
     model = Regression()
     train.fit(model, loader(64), loader(16))
     is_own = signal.getsignal(signal.SIGINT) is own_handler

@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-import lightning_dsgd
 from tests.support.models import Regression, loader, weights
+from tests.support.strategies import strategy_of
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
@@ -30,10 +30,6 @@ parser.add_argument("--saves", action="store_true", help="when it ends by a sign
 parser.add_argument("--workers", type=int, default=0, help="processes that load data")
 parser.add_argument("--requeue-signal", default="SIGUSR1")
 args = parser.parse_args()
-STRATEGIES = {
-    "wagma": lightning_dsgd.WAGMAStrategy,
-    "balanced": lightning_dsgd.BalancedStrategy,
-}
 MORE_STEPS = 4
 """After a resume."""
 
@@ -81,7 +77,8 @@ if args.requeue_signal != "SIGUSR1":
     asked = signal.Signals[args.requeue_signal]
     plugins = [SLURMEnvironment(requeue_signal=asked)]
 trainer = L.Trainer(
-    strategy=STRATEGIES[args.strategy](
+    strategy=strategy_of(
+        args.strategy,
         on_loss=args.on_loss,
         startup_timeout_s=args.startup_timeout_s,
         heartbeat_timeout_s=5.0,

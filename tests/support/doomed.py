@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_dsgd import STRATEGIES
 from tests.support.models import Regression, loader, trainer
+from tests.support.strategies import strategy_of
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -148,7 +148,7 @@ def fit(
     period = {"sync_period": 4} if name == "local_sgd" else {}
     validates = any("validation" in plan.where for plan in plans)
     train = trainer(
-        STRATEGIES[name](**{"timeout_s": 150.0, **period, **(options or {})}),
+        strategy_of(name, **{"timeout_s": 150.0, **period, **(options or {})}),
         devices,
         max_epochs=epochs,
         callbacks=[ModelCheckpoint(folder, "saved", save_on_exception=True)] if saves else None,

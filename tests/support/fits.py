@@ -13,9 +13,9 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_dsgd import STRATEGIES
 from lightning_dsgd.devices import port_of
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.strategies import KINDS, strategy_of
 from tests.support.worlds import FitWorld
 
 NAMES = ("allreduce", "no_sync", "local_sgd", "dpsgd")  # one of each kind
@@ -35,7 +35,7 @@ every_strategy = some_now("name", ["allreduce", "local_sgd"], now=("local_sgd",)
 def strategy(name: str, **options: Any) -> Any:
     """By name; what hangs fails soon, saying who waits for whom."""
     defaults = {"local_sgd": {"sync_period": 4}}.get(name, {})
-    return STRATEGIES[name](**{"timeout_s": 60.0, **defaults, **options})
+    return strategy_of(name, **{"timeout_s": 60.0, **defaults, **options})
 
 
 def run(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -103,7 +103,7 @@ def fit(
 ) -> tuple[L.LightningModule, L.Trainer]:
     """Trains a model on this rank, with a strategy of ours by name, or any other."""
     world_size = int(os.environ["WORLD_SIZE"])
-    chosen = strategy(name, **kwargs.pop("options", {})) if name in STRATEGIES else name
+    chosen = strategy(name, **kwargs.pop("options", {})) if name in KINDS else name
     model = make()
     run = trainer(chosen, kwargs.pop("devices", world_size), **kwargs)
     run.fit(model, loader(**(train or {})), None if val is None else loader(**val))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import lightning_dsgd as dsgd
 from lightning_dsgd.trainer.step_sizes import batches_of_each
 from tests.support.fits import LATER, Plain, errors, fit, fp16, run, strategy
 from tests.support.models import loader, trainer, weights
+from tests.support.strategies import strategy_of
 
 VAL = {"num_samples": 32}
 
@@ -285,10 +287,32 @@ def test_what_cannot_be_shared_is_refused(fn: Any, text: str) -> None:
 )
 def test_options_that_it_cannot_honour_are_refused(option: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        dsgd.BalancedStrategy(**option)
+        strategy_of("balanced", **option)
 
 
 def test_its_name_is_known() -> None:
     chosen = L.Trainer(strategy="balanced", accelerator="cpu", devices=1, logger=False).strategy
-    assert type(chosen).__name__ == "BalancedStrategy"
     assert isinstance(chosen, dsgd.BalancedStrategy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "algorithm", "write"),
+    [
+        (
+            dsgd.DecentralizedStrategy,
+            dsgd.Balanced(backups=False),
+            "BalancedStrategy(lightning_dsgd.Balanced(backups=False))",
+        ),
+        (
+            dsgd.BalancedStrategy,
+            dsgd.WAGMA(group_size=2),
+            "DecentralizedStrategy(lightning_dsgd.WAGMA(group_size=2))",
+        ),
+    ],
+    ids=["units", "steps"],
+)
+def test_a_strategy_that_cannot_drive_an_algorithm_names_the_one_that_can(
+    strategy: Any, algorithm: dsgd.Algorithm, write: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"write lightning_dsgd.{write}")):
+        strategy(algorithm)

@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_dsgd import STRATEGIES
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 from tests.support.worlds import FitWorld
 
@@ -80,7 +80,7 @@ def fit_by_time(name: str, timer: Timer, num_samples: list[int], **options: Any)
     seen = Seen()
     model = Regression(lr=0.001)  # alone and for long, a rank would diverge with more
     fitter = trainer(
-        STRATEGIES[name](timeout_s=20),
+        strategy_of(name, timeout_s=20),
         int(os.environ["WORLD_SIZE"]),
         callbacks=[seen, timer],
         num_sanity_val_steps=0,
@@ -194,7 +194,7 @@ def fit_and_save(
     **options: Any,
 ) -> int:
     fitter = trainer(
-        STRATEGIES["no_sync"](timeout_s=20),
+        strategy_of("no_sync", timeout_s=20),
         int(os.environ["WORLD_SIZE"]),
         callbacks=[saver],
         max_epochs=epochs,

@@ -16,9 +16,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_dsgd import STRATEGIES
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.mpi import SIZE, MPIFitWorld, MPIJob, every_mpi
+from tests.support.strategies import strategy_of
 from tests.support.worlds import FitWorld
 
 SOON_S = 30.0
@@ -81,7 +81,7 @@ def fit_forking(
     L.seed_everything(0, verbose=False)
     model = Forking()
     fitter = trainer(
-        STRATEGIES[name](timeout_s=60.0),
+        strategy_of(name, timeout_s=60.0),
         world_size,
         callbacks=[ModelCheckpoint(folder, "saved", save_on_exception=True)],
         enable_checkpointing=True,

@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from nbclient import NotebookClient
 
-from lightning_dsgd import STRATEGIES
 from tests.support.mpi import environment
+from tests.support.strategies import strategy_of
 from tests.support.worlds import ParentWorld
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,9 @@ except torch.multiprocessing.ProcessRaisedException as error:
 REFUSED = """
 for cause in (
     lambda: trainer.fit(model, data),
-    lambda: L.Trainer(strategy=lightning_dsgd.WAGMAStrategy(start_method="popen"), devices=2),
+    lambda: L.Trainer(
+        strategy=lightning_dsgd.DecentralizedStrategy("wagma", start_method="popen"), devices=2
+    ),
 ):
     try:
         cause()
@@ -115,7 +117,7 @@ def strategies_at_a_prompt() -> list[str]:
     sys.ps1, found = ">>> ", []
     os.environ.update(SLURM_NTASKS="2", SLURM_JOB_NAME="jupyter", SLURM_PROCID="0")
     for kind, options, _ in AT_A_PROMPT:
-        strategy = STRATEGIES["dpsgd"](cluster_environment=kind, **options)
+        strategy = strategy_of("dpsgd", cluster_environment=kind, **options)
         strategy.parallel_devices = [torch.device("cpu")] * 2
         try:
             strategy._configure_launcher()

@@ -20,25 +20,32 @@ from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
-from lightning_dsgd import STRATEGIES, CommunicationMonitor, LocalSGDStrategy, StragglerInjector
+from lightning_dsgd import (
+    CommunicationMonitor,
+    DecentralizedStrategy,
+    LocalSGD,
+    StragglerInjector,
+)
 from tests.support.fits import fp16
 from tests.support.models import Regression, loader, trainer
+from tests.support.strategies import KINDS, strategy_of
 from tests.support.worlds import FitWorld
 
 
 def make(name: str, **options: Any) -> Any:
-    return STRATEGIES[name](timeout_s=20, **options)
+    return strategy_of(name, timeout_s=20, **options)
 
 
 # ---- the arguments of a strategy ----
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"sync_periode": 4}, "LocalSGDStrategy has no option .*got sync_periode=4.*mean sync_period?"),
-    ({"topology": "ring"}, "has no option topology, got topology='ring'.* takes sync_period"),
+    (
+        {"timeot_s": 4},
+        "DecentralizedStrategy has no option timeot_s, got .*mean timeout_s",
+    ),
+    ({"sync_period": 4}, r"got sync_period=4 for the strategy; write .*LocalSGD\(sync_period=4\)"),
     ({"transport": "smoke"}, "transport must be .*got transport='smoke'"),
     ({"evaluate": "best"}, 'evaluate must be "consensus" or "local".*got evaluate=.best'),
     ({"average_buffers": "no"}, "average_buffers must be True or False, got average_buffers='no'"),
-    ({"sync_period": 2.5}, "sync_period must be a whole number of at least 1, got sync_period=2.5"),
-    ({"wire_dtype": "fp16"}, '"e3m0" or "2bit", got wire_dtype=\'fp16\'; try'),
     ({"data": "dealt"}, 'data must be "equal" or "claimed".*got data=\'dealt\''),
     ({"timeout_s": float("nan")}, "timeout_s must be a number above 0.* got timeout_s=nan; try"),
     ({"heartbeat_timeout_s": True}, "heartbeat_timeout_s must be a number above 0.*s=True; try"),
@@ -53,13 +60,29 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "text"), ARGUMENTS, ids=str)
 def test_what_a_strategy_cannot_honour_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        LocalSGDStrategy(**options)
+        DecentralizedStrategy(LocalSGD(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sync_period": 2.5}, "sync_period must be a whole number of at least 1, got sync_period"),
+        ({"wire_dtype": "fp16"}, '"e3m0" or "2bit", got wire_dtype=\'fp16\'; try'),
+    ],
+)
+def test_hyperparameters_that_break_their_rules_are_refused(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        DecentralizedStrategy(LocalSGD(**options))
 
 
 def test_arguments_at_the_default_of_ddp_say_nothing() -> None:
     """A command line passes all of them."""
-    LocalSGDStrategy(find_unused_parameters=False, broadcast_buffers=None, ddp_comm_hook=None)
-    LocalSGDStrategy(accelerator=None, parallel_devices=[torch.device("cpu")])
+    DecentralizedStrategy(
+        "local_sgd", find_unused_parameters=False, broadcast_buffers=None, ddp_comm_hook=None
+    )
+    DecentralizedStrategy("local_sgd", accelerator=None, parallel_devices=[torch.device("cpu")])
 
 
 # ---- Trainer, callbacks, optimizers, models ----
@@ -194,7 +217,7 @@ def all_refused() -> dict[str, str]:
     errors = {}
     for case, (options, _) in REFUSED.items():
         given = {"strategy": "local_sgd", **options()}
-        if given["strategy"] in STRATEGIES:
+        if given["strategy"] in KINDS:
             given["strategy"] = make(given["strategy"])
         try:
             fit(**given)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_dsgd import STRATEGIES
 from tests.support.fits import some_now
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.strategies import strategy_of
 from tests.support.worlds import ParentWorld
 
 
@@ -40,7 +40,7 @@ def fit_twice(name: str, method: str, folder: str) -> None:
     for _ in range(2):
         saves = ModelCheckpoint(folder, monitor="val_loss")
         fitter = trainer(
-            STRATEGIES[name](start_method=method),
+            strategy_of(name, start_method=method),
             2,
             callbacks=[Noted(folder), saves],
             enable_checkpointing=True,
@@ -78,7 +78,7 @@ def test_weights_of_forked_ranks_come_back_and_are_trained_on(method: str, tmp_p
 def fit_after_a_failure(folder: str) -> list[str]:
     errors = []
     model = Failing(folder)
-    fitter = trainer(STRATEGIES["local_sgd"](start_method="fork"), 2)
+    fitter = trainer(strategy_of("local_sgd", start_method="fork"), 2)
     for _ in range(3):
         try:
             fitter.fit(model, loader())
@@ -118,7 +118,7 @@ def fit_after_computing() -> list[int]:
     model = Multiplying()
     multiply().sum().backward()
     for _ in range(2):
-        fitter = trainer(STRATEGIES["dpsgd"](start_method="fork"), 2, limit_train_batches=2)
+        fitter = trainer(strategy_of("dpsgd", start_method="fork"), 2, limit_train_batches=2)
         fitter.fit(model, loader())
         multiply()
     return [int(fitter.callback_metrics["num_threads"]), torch.get_num_threads()]
@@ -149,7 +149,7 @@ class Leaving(Regression):
 
 
 def fit_and_leave() -> None:
-    trainer(STRATEGIES["no_sync"](start_method="fork"), 2).fit(Leaving(), loader())
+    trainer(strategy_of("no_sync", start_method="fork"), 2).fit(Leaving(), loader())
 
 
 def test_forked_ranks_without_a_result_are_not_waited_for() -> None:
@@ -159,7 +159,7 @@ def test_forked_ranks_without_a_result_are_not_waited_for() -> None:
 
 
 def fit_until_the_parent_gets(folder: str, signum: int) -> None:
-    strategy = STRATEGIES["local_sgd"](start_method="fork")
+    strategy = strategy_of("local_sgd", start_method="fork")
     trainer(strategy, 2, max_epochs=100_000).fit(ParentKiller(folder, signum), loader())
 
 
@@ -200,7 +200,7 @@ def wait_for_the_end(pid: int) -> None:
 # What cannot be
 def fit_under_a_launcher() -> None:
     os.environ.update(LOCAL_RANK="0", WORLD_SIZE="2")
-    trainer(STRATEGIES["dpsgd"](start_method="fork"), 2)
+    trainer(strategy_of("dpsgd", start_method="fork"), 2)
 
 
 def test_ranks_are_not_forked_where_a_launcher_has_started_them() -> None:

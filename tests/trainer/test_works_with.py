@@ -31,9 +31,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset
 
-from lightning_dsgd import STRATEGIES
 from tests.support.fits import Plain, Recorder
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 from tests.support.worlds import FitWorld
 
@@ -44,7 +44,7 @@ HERE = "test_works_with.py"
 # ---- one case a feature: what a rank does, and what it has at its end ----
 def fit(name: str, model: L.LightningModule | None = None, data: Any = None, **kwargs: Any) -> Any:
     model = Regression() if model is None else model
-    run = trainer(STRATEGIES[name](timeout_s=20.0), 2, **kwargs)
+    run = trainer(strategy_of(name, timeout_s=20.0), 2, **kwargs)
     run.fit(model, loader() if data is None else data, loader(32))
     return model, run
 
@@ -151,7 +151,7 @@ def model_and_data(name: str, folder: Path) -> Any:
     model, data = Featured(), Data(1 if name == "balanced" else 2)
     options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0}
     limits = {"max_epochs": 3, "limit_train_batches": 5}
-    run = trainer(STRATEGIES[name](), 2, detect_anomaly=True, **options, **limits)
+    run = trainer(strategy_of(name), 2, detect_anomaly=True, **options, **limits)
     run.fit(model, data)
     assert (data.num_made, run.global_step) == (3, 3 * 5)
     return model

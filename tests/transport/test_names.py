@@ -71,7 +71,7 @@ def test_ranks_tell_soon_which_name_does_not_resolve_and_end_in_time(
     address = find_launch().address if variables is SLURM else (NAME, 1)
     assert address is not None
     assert address[0] == NAME
-    chosen = options.choose("WAGMAStrategy", options.Options, {"startup_timeout_s": 0.5})
+    chosen = options.choose("DecentralizedStrategy", options.Options, {"startup_timeout_s": 0.5})
     with (
         caplog.at_level(logging.WARNING, "lightning_dsgd"),
         pytest.raises(Timeout, match="must resolve on ") as end,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_dsgd import STRATEGIES
 from lightning_dsgd.transport import TransportError, processes
 from tests.support.models import Regression, loader, trainer
 from tests.support.mpi import ROOT, ended
 from tests.support.ports import free_port
+from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 from tests.support.worlds import Outcome, StartWorld
 
@@ -38,7 +38,7 @@ def fit(who: int, where: str, startup_timeout_s: float) -> tuple[float, str]:
         dist.init_process_group = lambda *args, **kwargs: fail_at(where)  # type: ignore[assignment]
     if rank == who and where.endswith("the first exchange"):
         processes._gather_json = lambda *args: fail_at(where)  # type: ignore[assignment]
-    strategy = STRATEGIES["dpsgd"](timeout_s=20.0, startup_timeout_s=startup_timeout_s)
+    strategy = strategy_of("dpsgd", timeout_s=20.0, startup_timeout_s=startup_timeout_s)
     begin = time.monotonic()
     try:
         trainer(strategy, int(os.environ["WORLD_SIZE"]), max_steps=2).fit(Regression(), loader())

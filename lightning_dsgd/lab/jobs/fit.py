@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
 from lightning_dsgd.devices import port_of
-from lightning_dsgd.hyperparameters import parse
+from lightning_dsgd.hyperparameters import names, parse
 from lightning_dsgd.lab.catalogue import strategy_called
-from lightning_dsgd.trainer.named import STRATEGIES
+from lightning_dsgd.trainer.balanced import BalancedStrategy
 from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
 
@@ -26,7 +27,13 @@ def strategy(spec: str, others: Mapping[str, Any] | None = None) -> Any:
         others: strategies beside this package's, by name
     """
     name, options = parse(spec)
-    return strategy_called(name, {**(others or {}), **STRATEGIES})(**options)
+    known = BY_UNITS | ALGORITHMS
+    if others is not None and name in others:
+        return others[name](**options)
+    kind = strategy_called(name, known)
+    own = {key: options.pop(key) for key in names(kind) if key in options}
+    strategy = BalancedStrategy if name in BY_UNITS else DecentralizedStrategy
+    return strategy(kind(**own), **options)
 
 
 def communication(trainer: L.Trainer) -> dict[str, float]:

@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from lightning_dsgd import STRATEGIES
 from tests.support.fits import Plain, run
 from tests.support.models import trainer
+from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 
 SLOW_S, FAST_S = 0.15, 0.005
@@ -70,7 +70,7 @@ class Writing(Plain):
 
 
 def claimed(name: str = "popsgd") -> Any:
-    return STRATEGIES[name](timeout_s=60.0, data="claimed")
+    return strategy_of(name, timeout_s=60.0, data="claimed")
 
 
 def fit(
@@ -85,7 +85,7 @@ def fit(
 ) -> tuple[Writing, L.Trainer]:
     torch.set_num_threads(1)
     model = model or Writing()
-    strategy = STRATEGIES["popsgd"](timeout_s=60.0, data=data)
+    strategy = strategy_of("popsgd", timeout_s=60.0, data=data)
     fitted = trainer(strategy, int(os.environ["WORLD_SIZE"]), **kwargs)
     if train is None:
         workers_live = {"num_workers": workers, "persistent_workers": workers > 0}

@@ -15,7 +15,6 @@ import torch
 from lightning.fabric import Fabric
 
 import lightning_dsgd as dsgd
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
 from lightning_dsgd.elastic import register
 from lightning_dsgd.elastic.launch import command, supervisor
 from lightning_dsgd.elastic.launch.place import Place
@@ -24,6 +23,7 @@ from lightning_dsgd.transport import TransportError
 from tests.support.launched import Launched, await_files, is_alive, until
 from tests.support.mpi import ROOT
 from tests.support.ports import free_port
+from tests.support.strategies import KINDS
 
 # Writes a file of its rank, and then does what its rank is told.
 SCRIPT = """
@@ -234,13 +234,9 @@ def test_no_constructor_waits_for_a_launcher(monkeypatch):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     threads = threading.active_count()
-    for name, strategy in dsgd.STRATEGIES.items():
-        L.Trainer(strategy=strategy(), accelerator="cpu", devices=2, logger=False)
-        Fabric(
-            strategy=dsgd.FabricStrategy((BY_UNITS | ALGORITHMS)[name]()),
-            accelerator="cpu",
-            devices=2,
-        )
+    for name in KINDS:
+        L.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+        Fabric(strategy=name, accelerator="cpu", devices=2)
     assert threading.active_count() == threads
     assert not torch.distributed.is_initialized()
 

@@ -12,7 +12,7 @@ from lightning_dsgd.lab.timeline.recorder import file_of
 from tests.lab.diagnose import made
 
 NEXT = {
-    "one rank slow": ("claimed", 'PopSGDStrategy(data="claimed")'),
+    "one rank slow": ("claimed", 'DecentralizedStrategy("popsgd", data="claimed")'),
     "a slow loader": ("workers", "num_workers="),
     "a slow network": ("int8", 'wire_dtype="int8"'),
     "none": (None, "stay with ddp"),

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_dsgd import STRATEGIES, StepTrace
+from lightning_dsgd import StepTrace
 from tests.support.doomed import Doomed, write_whole
 from tests.support.fake_device import install, parameters_allowed
 from tests.support.fits import accelerator_of
 from tests.support.models import loader, trainer
+from tests.support.strategies import strategy_of
 
 BATCH_S = 0.02
 
@@ -103,7 +104,7 @@ def main(
         saving = {"accelerator": accelerator_of(device)}
     if option == "trace":
         saving["callbacks"] = [StepTrace(Path(folder, "trace")), saver]
-    strategy = STRATEGIES[name](**survives, **options)
+    strategy = strategy_of(name, **survives, **options)
     train = trainer(strategy, ranks, num_nodes=nodes, max_epochs=1000, **saving)
     model = Smooth(folder) if option == "smooth" else Steady(folder)
     with parameters_allowed():
