@@ -161,7 +161,6 @@ def test_an_algorithm_takes_options(
     assert algorithm["class_path"] == "lightning_dsgd.WAGMA"
     own = algorithm["init_args"]
     assert (shared.pop("data"), own.pop("group_size")) == ("claimed", 4)
-    del shared["timeout"]  # which is written in a way of its own
     assert own.pop("sync_period") == 8  # jsonargparse keeps what both algorithms have
     for kind, chosen in (
         (lightning_dsgd.WAGMA, own),

@@ -158,7 +158,7 @@ class decentralized(Loop):
             self._session.ranks.find_training(launch.address)
             backend = devices.backend_for(device)
             self._opening.join_process_group(
-                launch.rank, launch.world_size, launch.address, backend, None, device
+                launch.rank, launch.world_size, launch.address, backend, device
             )
 
     # ---- checkpoints ----

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -19,6 +19,11 @@ from lightning_dsgd.transport.mpi_job import is_usable
 from lightning_dsgd.transport.names import source_of
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.rendezvous import Rendezvous
+
+_TORCH_WAITS_S: Final = 1800.0
+"""So long a collective of torch's own process group waits at least, as with other strategies."""
+_TORCH_WAITS_AT_MOST_S: Final = 1e8
+"""About three years; torch counts in nanoseconds, of which a sum must not overflow."""
 
 
 class Opening:
@@ -45,13 +50,13 @@ class Opening:
         world_size: int,
         address: tuple[str, int],
         backend: str,
-        timeout: timedelta | None,
         device: torch.device,
     ) -> None:
         """Makes the default process group, once all ranks are known to have started."""
         host, port = address
         source = source_of(host)  # before the next line, after which a variable always has it
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        waits_s = min(max(self.chosen["timeout_s"], _TORCH_WAITS_S), _TORCH_WAITS_AT_MOST_S)
         limit = self.chosen["startup_timeout_s"]
         self._rendezvous = Rendezvous(rank, world_size, host, port, limit, source)
         store = self._rendezvous.join()
@@ -68,7 +73,7 @@ class Opening:
                 store=store,
                 rank=rank,
                 world_size=world_size,
-                timeout=timeout,
+                timeout=timedelta(seconds=waits_s),
                 device_id=None if backend == "gloo" else device,
             )
 

@@ -40,13 +40,6 @@ from lightning_dsgd.transport import Transport
 _NAMES: Final = ("replica", "data_parallel", "tensor_parallel")
 
 
-class ShardedOptions(Evaluated, total=False):
-    """The options of the Trainer's strategy for models in shards."""
-
-    process_group_backend: str | None
-    timeout: Any
-
-
 class MeshStrategy(ModelParallelStrategy):
     """Lays a ModelParallelStrategy's mesh over one of several replicas."""
 
@@ -89,7 +82,7 @@ class MeshStrategy(ModelParallelStrategy):
         return replicas, int(data), int(tensor)
 
 
-@keywords.lists(ShardedOptions)
+@keywords.lists(Evaluated)
 class ShardedStrategy(DecentralizedMixin, MeshStrategy):
     """Trains replicas of a model that several ranks hold together, by an algorithm between them.
 
@@ -102,11 +95,11 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         data_parallel_size: how many ranks of a replica see data of their own; "auto": as many as
             there are, for the other sizes
         tensor_parallel_size: how many ranks compute with the same data
-        **given: the options in `ShardedOptions`; with `on_loss="continue"` a lost rank takes its
+        **given: the options in `Evaluated`; with `on_loss="continue"` a lost rank takes its
             replica with it
     """
 
-    _table = ShardedOptions  # type: ignore[assignment]
+    _table = Evaluated  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -114,7 +107,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         num_replicas: int,
         data_parallel_size: int | str = "auto",
         tensor_parallel_size: int = 1,
-        **given: Unpack[ShardedOptions],
+        **given: Unpack[Evaluated],
     ) -> None:
         _check_size("num_replicas", num_replicas)
         _check_size("tensor_parallel_size", tensor_parallel_size)

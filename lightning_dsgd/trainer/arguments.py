@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any, Final, TypedDict
+from typing import Annotated, Any, Final
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,20 +13,19 @@ from lightning_dsgd.hyperparameters import at_least, one_of
 from lightning_dsgd.session.options import Options, WholeOptions
 
 
-class Lightnings(TypedDict, total=False):
-    """Options of Lightning's own strategies that are taken as they are."""
-
-    cluster_environment: Any
-    checkpoint_io: Any
-    process_group_backend: str | None
-    timeout: Any
-    start_method: str
-
-
-class FabricOptions(WholeOptions, Lightnings, total=False):
+class FabricOptions(WholeOptions, total=False):
     """The options of Fabric's strategies."""
 
-    precision: Any
+    start_method: Annotated[
+        str | None,
+        one_of(
+            *("popen", "fork", "spawn", "forkserver"),
+            default=None,
+            doc='how ranks are started where no launcher does it: "popen" runs the script once for '
+            "each; with the others they are child processes, and the script goes on after `fit` "
+            'with the trained weights. None means "popen", and "fork" in a notebook',
+        ),
+    ]
 
 
 class Evaluated(Options, total=False):
@@ -43,7 +42,7 @@ class Evaluated(Options, total=False):
     ]
 
 
-class TrainerOptions(Evaluated, WholeOptions, Lightnings, total=False):
+class TrainerOptions(Evaluated, FabricOptions, total=False):
     """The options of the Trainer's strategies."""
 
     max_ranks: Annotated[
@@ -55,11 +54,12 @@ class TrainerOptions(Evaluated, WholeOptions, Lightnings, total=False):
             "means as many as at the start",
         ),
     ]
-    precision_plugin: Any
 
 
 THE_TRAINERS: Final = ("accelerator", "parallel_devices")
 """The options that the Trainer and Fabric set by themselves, and Lightning's strategies take."""
+
+_A_PLUGIN: Final = "give it to the Trainer, or to Fabric, in plugins=[...]"
 
 _OF_DDP: Final = 'communication hooks belong to strategy="ddp"'
 _SHARDS: Final = (
@@ -68,6 +68,10 @@ _SHARDS: Final = (
 )
 _OFFLOADS: Final = 'weights stay on their device here: "fsdp" and "deepspeed" offload them'
 _NOT_OURS: Final = {
+    **dict.fromkeys(("cluster_environment", "checkpoint_io"), _A_PLUGIN),
+    **dict.fromkeys(("precision_plugin", "precision"), _A_PLUGIN),
+    "process_group_backend": "it follows from the device: leave the option out",
+    "timeout": "torch's own collectives wait as long as timeout_s says, and half an hour at least",
     "find_unused_parameters": "unused parameters need no search here: leave the option out",
     "static_graph": "there is no DDP wrapper to tell: leave the option out",
     "gradient_as_bucket_view": "there are no buckets: leave the option out",
@@ -94,7 +98,7 @@ def check(strategy: str, algorithm: Algorithm, table: type, given: Any) -> None:
         given: the options that it was given, by name
     """
     defaults = inspect.signature(DistributedDataParallel).parameters
-    ours, theirs = keywords.names(table), keywords.names_of_others(table)
+    ours = keywords.names(table)
     for name, value in list(given.items()):
         says_nothing = value is None or (name in defaults and value == defaults[name].default)
         if name in ours:
@@ -110,5 +114,5 @@ def check(strategy: str, algorithm: Algorithm, table: type, given: Any) -> None:
             raise ValueError(
                 f"{strategy} cannot honour {name}, got {name}={value!r}: {_NOT_OURS[name]}"
             )
-        elif name not in (*theirs, *THE_TRAINERS):
-            raise ValueError(keywords.unknown(strategy, name, value, ours, theirs))
+        elif name not in THE_TRAINERS:
+            raise ValueError(keywords.unknown(strategy, name, value, ours))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dsgd import devices, keywords
+from lightning_dsgd import devices
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.written import check_algorithm
@@ -35,12 +35,14 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
             algorithm = make_algorithm(algorithm)
         check_algorithm(algorithm, f"{name}({{}})")
         arguments.check(name, algorithm, table, given)
-        chosen: Any = {n: v for n, v in given.items() if n not in arguments.THE_TRAINERS}
+        the_trainers = {n: given[n] for n in arguments.THE_TRAINERS if n in given}
+        chosen: Any = {n: v for n, v in given.items() if n not in the_trainers}
         self.in_force = options.choose(name, table, chosen)  # what trackers are told
         options.check_data(self.in_force, algorithm)
-        super().__init__(**keywords.passed_on(table, given))
+        method = self.in_force.get("start_method")
+        super().__init__(**the_trainers, **({} if method is None else {"start_method": method}))
         self.algorithm = algorithm
-        self._has_start_method = "start_method" in given
+        self._has_start_method = method is not None
         self._opening = Opening(self.in_force, rank_zero_info)
         self._processes = Processes()
 
@@ -74,7 +76,7 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
         session.ranks.find_training(address, *calls)
         if session.takes_part:
             backend = self._get_process_group_backend()
-            where = (address, backend, self._timeout, self.root_device)
+            where = (address, backend, self.root_device)
             self._opening.join_process_group(self.global_rank, self.world_size, *where)
 
     def count(self, num_samples: int) -> None:

@@ -117,7 +117,8 @@ def strategies_at_a_prompt() -> list[str]:
     sys.ps1, found = ">>> ", []
     os.environ.update(SLURM_NTASKS="2", SLURM_JOB_NAME="jupyter", SLURM_PROCID="0")
     for kind, options, _ in AT_A_PROMPT:
-        strategy = strategy_of("dpsgd", cluster_environment=kind, **options)
+        strategy = strategy_of("dpsgd", **options)
+        strategy.cluster_environment = kind
         strategy.parallel_devices = [torch.device("cpu")] * 2
         try:
             strategy._configure_launcher()

@@ -53,6 +53,8 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"ddp_comm_hook": print}, 'cannot honour ddp_comm_hook.*"ddp"'),
     ({"model_averaging_period": 4}, 'honour model_averaging_period.*"local_sgd" with sync_period'),
     ({"sharding_strategy": "FULL"}, 'honour sharding_strategy, got sharding_st.*"fsdp"'),
+    ({"checkpoint_io": "x"}, "honour checkpoint_io, got .*Trainer, or to Fabric, in plugins="),
+    ({"timeout": 60}, "honour timeout, got timeout=60: torch's own .* as long as timeout_s says"),
     ({"stage": 3}, 'cannot honour stage, got stage=3.*"deepspeed"'),
 ]
 
