@@ -200,7 +200,7 @@ class Algorithm:
             raise ValueError(
                 "scale_steps is for steps that the ranks make apart, with gradients of their own, "
                 "and average afterwards, got scale_steps=True where gradients are averaged "
-                "(hierarchical=True, or local_steps=1); set scale_steps=False"
+                "(node_size, or local_steps=1); set scale_steps=False"
             )
 
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:

@@ -56,11 +56,21 @@ def setting(*, default: Any, doc: str) -> Any:
     return _made(default, _Setting(doc))
 
 
-def at_least(least: float, *, default: Any, doc: str, below: float | None = None) -> Any:
-    """Declares a number of at least `least` and, if `below` is given, smaller than `below`."""
+def at_least(
+    least: float, *, default: Any, doc: str, below: float | None = None, word: str = ""
+) -> Any:
+    """Declares a number of at least `least` and, if `below` is given, smaller than `below`.
+
+    With a `word` the value may also be this text.
+    """
     words = f" of at least {least}" + ("" if below is None else f" and below {below}")
-    in_range = _Setting(doc, words, lambda v: v >= least and (below is None or v < below))
-    return _made(default, in_range)
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, str):
+            return value == word
+        return bool(value >= least and (below is None or value < below))
+
+    return _made(default, _Setting(doc, words, holds, (word,) if word else ()))
 
 
 def above(limit: float, *, default: Any, doc: str, at_most: float | None = None) -> Any:
@@ -211,8 +221,8 @@ def _meant(each: Field[Any], value: Any) -> Any:
 def _expected(each: Field[Any]) -> str:
     kinds, rule = _kinds(each), _setting(each)
     words = [f'"{choice}"' for choice in rule.choices]
-    if not words:
-        words = [_KINDS[kind][1] + rule.words for kind in kinds if kind in _KINDS]
+    others = [kind for kind in kinds if kind in _KINDS and not (words and kind == "str")]
+    words = [_KINDS[kind][1] + rule.words for kind in others] + words
     if "None" in kinds:
         words.insert(0, "None")
     *others, last = words

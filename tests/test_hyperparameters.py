@@ -18,6 +18,7 @@ class Options:
     momentum: float = at_least(0, below=1, default=0.0, doc="momentum")
     form: str | None = one_of("wide", "narrow", default=None, doc="form")
     overlap: bool = setting(default=False, doc="overlap")
+    size: int | str | None = at_least(1, default=None, word="auto", doc="size")
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,8 @@ class Options:
         {"rate": 1e-9},
         {"momentum": 0, "form": "narrow"},
         {"momentum": 0.999, "form": None, "overlap": True},
+        {"size": "auto"},
+        {"size": 1},
     ],
 )
 def test_values_up_to_the_limits_are_taken(given: dict[str, Any]) -> None:
@@ -46,6 +49,8 @@ def test_values_up_to_the_limits_are_taken(given: dict[str, Any]) -> None:
         ({"momentum": 1.0}, "momentum must be a number of at least 0 and below 1, got momentum=1"),
         ({"overlap": 1}, "overlap must be True or False, got overlap=1"),
         ({"overlap": "false"}, "got overlap='false'; try overlap=False"),
+        ({"size": 0}, 'size must be None, a whole number of at least 1 or "auto", got size=0; try'),
+        ({"size": "atuo"}, "got size='atuo'; try size='auto'"),
         ({"form": "wde"}, 'form must be None, "wide" or "narrow", got form=\'wde\'; try form=\'wi'),
     ],
 )

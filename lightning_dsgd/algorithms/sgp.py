@@ -71,7 +71,7 @@ class SGP(Algorithm):
         with_whom="`num_peers` other ranks, changing",
         sends="`num_peers` |x|",
         memory="2 |x|; 3 |x| with `overlap` or random graphs or different numbers of batches; "
-        "|g| more with `hierarchical`",
+        "|g| more with a `node_size`",
     )
 
     printed: ClassVar[dict[str, Any]] = {"wire_dtype": "float32", "scale_steps": False}
@@ -87,13 +87,12 @@ class SGP(Algorithm):
         doc="number of steps that a message may be late; 0 means to wait for the messages of this "
         "step",
     )
-    hierarchical: bool = nodes.hierarchical("exchange weights between nodes only")
     topology: str = one_of(
         *topology.GRAPHS,
         default="exponential",
         doc=f"the graph: {', '.join(topology.GRAPHS)}",
     )
-    node_size: int | None = nodes.node_size()
+    node_size: int | str | None = nodes.node_size("exchange weights between nodes only")
     wire_dtype: str = rounding.wire_dtype("stays with the rank that sends")
     scale_steps: bool = step_scaling.scale_steps()
     paper: bool = setting(
@@ -101,6 +100,11 @@ class SGP(Algorithm):
         doc="if True, the algorithm is as printed: with `overlap` weights are sent every `overlap` "
         "steps, not in every step",
     )
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether ranks of a node make their steps together."""
+        return self.node_size is not None
 
     @property
     def team_size(self) -> int:
@@ -131,7 +135,7 @@ class SGP(Algorithm):
 
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         super().check(world_size, conditions)
-        if self.hierarchical:
+        if self.node_size is not None:
             nodes.check_node_size(self.node_size, world_size, conditions)
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
@@ -140,7 +144,7 @@ class SGP(Algorithm):
         self.w = 1.0
         self.aside: Tensor | None = None
         self.lateness = [0, 0]  # messages taken, and how many steps late they were in all
-        size = nodes.ranks_per_node(self.node_size, conditions) if self.hierarchical else 1
+        size = 1 if self.node_size is None else nodes.ranks_per_node(self.node_size, conditions)
         self.node = nodes.Node(net, size)
         is_pushing = self.node.is_leader and len(x) > 0  # a shard may be empty, on all ranks alike
         self.pusher = _Pusher(net, self, size) if is_pushing else None

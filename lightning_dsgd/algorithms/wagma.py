@@ -32,7 +32,7 @@ when the next one is due.  A contribution is less than tau steps old.
 Also not in the paper: `group_period`.  The sums are those of steps g, 2g, 3g, ...; the tau / g-th
 of them is the global one.  In the steps between, a rank neither sends nor waits.
 
-Nor is `hierarchical`: the ranks of a node average their gradients, and so hold the same weights.  P
+Nor is `node_size`: the ranks of a node average their gradients, and so hold the same weights.  P
 and S count nodes then, and each rank runs all this for its own shard of x, with the ranks of its
 place on other nodes.  So a node sends 2(S-1)/S |x| in all, whatever the number of its ranks.
 
@@ -90,7 +90,7 @@ class WAGMA(Algorithm):
         with_whom="a group of `group_size` ranks that changes every time",
         sends="2(S-1)/S |x| / `group_period`",
         memory="2 |x|; 3 |x| with `overlap`, on a device 6 |x|; none with an infinite grace; "
-        "4 |x| more in a sum with a `wire_dtype`; that of a shard and |g| with `hierarchical`",
+        "4 |x| more in a sum with a `wire_dtype`; that of a shard and |g| with a `node_size`",
     )
 
     printed: ClassVar[dict[str, Any]] = {
@@ -98,7 +98,7 @@ class WAGMA(Algorithm):
         "overlap": False,
         "group_period": 1,
         "wire_dtype": "float32",
-        "hierarchical": False,
+        "node_size": None,
         "scale_steps": False,
     }
 
@@ -131,11 +131,9 @@ class WAGMA(Algorithm):
         "be a multiple of it",
     )
     wire_dtype: str = rounding.wire_dtype("stays in the weights of the rank that has rounded")
-    hierarchical: bool = nodes.hierarchical(
-        "have each rank average one shard of the weights with ranks of other nodes; groups are of "
-        "nodes"
+    node_size: int | str | None = nodes.node_size(
+        "average one shard of the weights each with the ranks of other nodes; groups are of nodes"
     )
-    node_size: int | None = nodes.node_size()
     scale_steps: bool = step_scaling.scale_steps()
     paper: bool = setting(
         default=False,
@@ -153,6 +151,11 @@ class WAGMA(Algorithm):
         """The number of steps from one global average to the next."""
         assert self.sync_period is not None
         return self.sync_period
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether ranks of a node make their steps together."""
+        return self.node_size is not None
 
     @property
     def team_size(self) -> int:
@@ -178,7 +181,9 @@ class WAGMA(Algorithm):
             copies = 0.0
         if self.wire_dtype != "float32":
             copies += 4  # in a sum
-        return 1 + copies / (self.node_size or 1) if self.hierarchical else copies
+        if self.node_size is None:
+            return copies
+        return 1 + copies / (1 if isinstance(self.node_size, str) else self.node_size)
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()
@@ -193,7 +198,7 @@ class WAGMA(Algorithm):
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         super().check(world_size, conditions)
         size, most, of_what = self.group_size, world_size, "world_size"
-        if self.hierarchical:
+        if self.node_size is not None:
             nodes.check_node_size(self.node_size, world_size, conditions)
             most //= nodes.ranks_per_node(self.node_size, conditions)
             of_what = "the number of nodes"
@@ -211,7 +216,7 @@ class WAGMA(Algorithm):
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.node: nodes.Node | None = None
-        if self.hierarchical:
+        if self.node_size is not None:
             self.node = nodes.Node(net, nodes.ranks_per_node(self.node_size, conditions))
             net, x = self.node.across(net), self.node.shard(x)
         self.across = net  # where x is averaged: all of it among all, or a shard between nodes

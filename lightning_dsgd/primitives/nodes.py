@@ -10,48 +10,47 @@ A rank that has run out of data brings zeros, and takes over the step of those t
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithm import Conditions
-from lightning_dsgd.hyperparameters import at_least, setting
+from lightning_dsgd.hyperparameters import at_least
 from lightning_dsgd.primitives.own_device import await_step
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.view import View
 
-
-def hierarchical(what: str) -> Any:
-    """Makes the hyperparameter `hierarchical`."""
-    return setting(default=False, doc=f"if True, average gradients within a node, and {what}")
+AUTO: Final = "auto"
+"""The node size with which a node has as many ranks as the launch has started on it."""
 
 
-def node_size() -> Any:
-    """Makes the hyperparameter `node_size`."""
+def node_size(what: str) -> Any:
+    """Makes the hyperparameter `node_size`; the text says what else the ranks of a node do."""
     return at_least(
         1,
         default=None,
-        doc="number of ranks per node, for `hierarchical`; the ranks of a node are consecutive; "
-        "None means the Trainer's `devices`",
+        word=AUTO,
+        doc=f"number of consecutive ranks that average their gradients in every step, and {what}; "
+        f'"{AUTO}" means the ranks of a node, as the launch tells it; None: no ranks do',
     )
 
 
-def check_node_size(size: int | None, world_size: int, conditions: Conditions) -> None:
+def check_node_size(size: int | str, world_size: int, conditions: Conditions) -> None:
     """Raises unless all nodes have the same number of ranks."""
-    known = conditions.ranks_per_node if size is None else size
-    if known is None or world_size % known:
+    known = conditions.ranks_per_node if size == AUTO else size
+    if known is None or world_size % int(known):
+        told = "" if size != AUTO else f" (by the launch: {known or 'not known'})"
         raise ValueError(
-            "with hierarchical=True, node_size must divide world_size, got "
-            f"node_size={known} with world_size={world_size}; set node_size to the number of "
-            "ranks on each node"
+            f"node_size must divide world_size, got node_size={size!r}{told} with "
+            f"world_size={world_size}; set node_size to the number of ranks on each node"
         )
 
 
-def ranks_per_node(size: int | None, conditions: Conditions) -> int:
-    """Returns the node size that was set, else the one that the launch tells."""
-    return size or conditions.ranks_per_node or 1
+def ranks_per_node(size: int | str, conditions: Conditions) -> int:
+    """Returns the node size that was set, or the one that the launch tells."""
+    return conditions.ranks_per_node or 1 if isinstance(size, str) else size
 
 
 class Node:

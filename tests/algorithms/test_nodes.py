@@ -16,7 +16,7 @@ from tests.support.rank import Rank
 
 NODE = 4
 N = 103  # not divisible by the ranks of a node
-NODES = f":hierarchical=true:node_size={NODE}"
+NODES = f":node_size={NODE}"
 SPECS = ["sgp", "sgp:overlap=1", "wagma:overlap=true", "wagma:wire_dtype=int8:sync_period=5"]
 
 
@@ -59,7 +59,7 @@ def test_a_node_goes_on_as_long_as_one_of_its_ranks(counts: list[int], spec: str
 
 def descend(net: Any, spec: str, save_at: int = -1) -> list[Tensor]:
     """The weights of every step, with a save and a load at one of them."""
-    spec += ":hierarchical=true:node_size=2"
+    spec += ":node_size=2"
     rank, xs = Rank(net, make_algorithm(spec), torch.ones(N).double()), []
     for k in range(10):
         if k == save_at:
@@ -88,4 +88,4 @@ def test_two_nodes_of_two_ranks_are_two_ranks_with_their_mean_gradients() -> Non
 
 
 def test_the_launch_tells_the_size_of_a_node() -> None:
-    WAGMA(hierarchical=True).check(8, Conditions(ranks_per_node=4))
+    WAGMA(node_size="auto").check(8, Conditions(ranks_per_node=4))

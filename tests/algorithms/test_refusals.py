@@ -14,8 +14,8 @@ REFUSED = {
     "wagma:perod=3": "wagma has no option perod, got perod=3; it takes ",
     "sgp:num_peers=0": "num_peers must be a whole number of at least 1, got num_peers=0",
     "sgp:topology=star": "got topology='star'",
-    "sgp:hierarchical=true": "node_size must divide world_size, got node_size=None",
-    "sgp:hierarchical=true:node_size=3": "got node_size=3 with world_size=4",
+    "sgp:node_size=auto": "got node_size='auto' (by the launch: not known)",
+    "sgp:node_size=3": "got node_size=3 with world_size=4",
     "popsgd:topology=star": 'must be "complete" or "cycle", got topology=\'star\'',
     "popsgd:wire_dtype=int4": "got wire_dtype='int4'",
     "hpsgd:max_local_steps=0": "max_local_steps must be None or a whole number of at least 1, ",
@@ -33,15 +33,14 @@ REFUSED = {
     "sgp:paper=true:wire_dtype=int8": "set wire_dtype='float32' or paper=False",
     "popsgd:paper=true:blocking=false": "set blocking=True or paper=False",
     "oktopk:scale_steps=true": "scale_steps is for steps that the ranks make apart",
-    "wagma:hierarchical=true:node_size=2:scale_steps=true": "set scale_steps=False",
+    "wagma:node_size=2:scale_steps=true": "set scale_steps=False",
     "wagma:paper=true:overlap=true": "set overlap=False or paper=False",
     "wagma:group_period=4:sync_period=10": "a multiple of group_period, got sync_period=10 with "
     "group_period=4; try sync_period=8",
     "wagma:group_period=300": "got sync_period=100 with group_period=300; try sync_period=300",
-    "wagma:hierarchical=true": "node_size must divide world_size, got node_size=None",
-    "wagma:hierarchical=true:node_size=3": "node_size must divide world_size, got node_size=3",
-    "wagma:hierarchical=true:node_size=2:group_size=8": "no larger than the number of nodes, got "
-    "group_size=8",
+    "wagma:node_size=auto": "got node_size='auto' (by the launch: not known)",
+    "wagma:node_size=3": "node_size must divide world_size, got node_size=3",
+    "wagma:node_size=2:group_size=8": "no larger than the number of nodes, got group_size=8",
     "local_sgd:num_fragments=9": "got num_fragments=9 with sync_period=8; try num_fragments=8",
     "local_sgd:overlap_steps=9": "overlap_steps must be at most sync_period / num_fragments",
     "local_sgd:overlap_steps=5:num_fragments=2": "one sum travels at a time",
@@ -58,6 +57,6 @@ def test_what_cannot_work_is_refused_with_what_to_try(spec: str) -> None:
 
 def test_what_cannot_work_does_not_start() -> None:
     """Whoever starts an algorithm need not have checked it."""
-    sgp = make_algorithm("sgp:hierarchical=true:node_size=3")
+    sgp = make_algorithm("sgp:node_size=3")
     with pytest.raises(RankFailed, match="got node_size=3 with world_size=4"):
         SimulatedWorld(4).run(lambda net: sgp.start(net, torch.zeros(2)))

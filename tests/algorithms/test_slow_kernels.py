@@ -33,7 +33,7 @@ EMPTY = torch.empty(0)
 SPECS = ["wagma", "eager_sgd:quorum=solo", f"sgp:overlap={STEPS - 1}", "adpsgd", "popsgd", "hpsgd"]
 LATER_SPECS = [
     "wagma:overlap=true",
-    "wagma:hierarchical=true:node_size=2:group_size=2:overlap=true",
+    "wagma:node_size=2:group_size=2:overlap=true",
     "popsgd:wire_dtype=int8",
     "hpsgd:wire_dtype=int8",
 ]

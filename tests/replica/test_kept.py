@@ -27,8 +27,8 @@ SITUATIONS: dict[str, tuple[Callable[[random.Random, int], float], float]] = {
 }
 """How long a step takes, and how many bytes a second pass."""
 MORE = [
-    *("wagma:overlap=true", "wagma:wire_dtype=int8", "wagma:hierarchical=true:node_size=2"),
-    *("sgp:overlap=1", "sgp:hierarchical=true:node_size=2", "popsgd:blocking=true"),
+    *("wagma:overlap=true", "wagma:wire_dtype=int8", "wagma:node_size=2"),
+    *("sgp:overlap=1", "sgp:node_size=2", "popsgd:blocking=true"),
     *("hpsgd:wire_dtype=int8", "local_sgd:sync_period=4:num_fragments=2:overlap_steps=2"),
     *("wagma:scale_steps=true", "sgp:overlap=1:scale_steps=true"),
     "diloco:sync_period=4:outer_lr=1.0:outer_momentum=0.0",

@@ -37,7 +37,7 @@ def stepped_by(kind: str) -> torch.optim.Optimizer:
         ("wagma", "SGD", 400, math.inf, []),
         ("wagma", "AdamW", 400, math.inf, ["2.0 times smaller than with DDP", "set scale_steps"]),
         ("wagma", "NAdam", 400, math.inf, ['got NAdam with strategy="wagma"']),
-        ("wagma:hierarchical=true", "AdamW", 400, math.inf, []),
+        ("wagma:node_size=auto", "AdamW", 400, math.inf, []),
         ("dpsgd", "Adam", 400, math.inf, ['use strategy="sgp" with scale_steps=True']),
         ("diloco", "AdamW", 400, math.inf, []),  # the outer momentum enlarges averages
         ("oktopk:local_steps=2:density=0.4", "AdamW", 40_000, 1e4, ["set scale_steps=True"]),

@@ -142,8 +142,8 @@ def test_algorithms_train_on_a_device(names: list[str]) -> None:
     "spec",
     now=[*("wagma", "popsgd", f"sgp:overlap={test_slow_kernels.STEPS - 1}")],
     later=[
-        *("wagma:overlap=true", "wagma:hierarchical=true:node_size=2:group_size=2"),
-        "wagma:hierarchical=true:node_size=2:group_size=2:overlap=true",
+        *("wagma:overlap=true", "wagma:node_size=2:group_size=2"),
+        "wagma:node_size=2:group_size=2:overlap=true",
         *("eager_sgd:quorum=solo", "hpsgd", "popsgd:wire_dtype=int8"),
     ],
 )

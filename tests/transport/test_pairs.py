@@ -24,7 +24,7 @@ P, N = 4, 1040
 SPECS = [
     *("dpsgd", "popsgd:blocking=true", "popsgd:blocking=true:wire_dtype=int8"),
     *("sgp:topology=complete:num_peers=2:wire_dtype=int8", "sgp:topology=bipartite_exponential"),
-    *("sgp:topology=random", "sgp:hierarchical=true:node_size=2"),
+    *("sgp:topology=random", "sgp:node_size=2"),
 ]
 IN_TIME = ["sgp", "sgp:overlap=2", "sgp:overlap=1:topology=random:num_peers=2", "popsgd"]
 """What they make follows time, and whether a neighbour has stopped yet; no update is lost."""

@@ -497,7 +497,7 @@ def begin(case: str) -> None:
     mesh = make_mesh()
     algorithms = {
         "allreduce": dsgd.AllReduce(),
-        "sgp": dsgd.SGP(hierarchical=True, node_size=2),
+        "sgp": dsgd.SGP(node_size=2),
         "wagma": dsgd.WAGMA(group_size=2),
     }
     turned = [2, 0] if dist.get_rank() % 2 == 0 else [3, 1]
