@@ -41,7 +41,7 @@ help:
 	@echo "               (FAULTS=\"mpi transport:3\" make test-faults tries a room and one fault; JOBS=4 so many at a time)"
 	@echo "make test-versions  a smoke of all strategies with other versions of torch and Lightning"
 	@echo "make lint      virtual environment, install, ruff and mypy"
-	@echo "make demo      virtual environment, install, how soon wagma is as good as DDP, on digits"
+	@echo "make demo      virtual environment, install, how much sooner balanced is at DDP's loss, on digits"
 	@echo "make docs      virtual environment, install, the documents as a site: build/site/index.html"
 	@echo "make clean     remove the virtual environment, caches and the demo's output"
 
