@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 
 from lightning_dsgd.devices import port_of
 
@@ -31,6 +32,17 @@ def why_no_devices(device_type: str, count: int) -> str:
             "or let them share one"
         )
     return f"{device_type} needs a GPU, got none that torch {torch.__version__} sees; try cpu"
+
+
+def own_device(number: int, num_ranks: int) -> torch.device:
+    """Returns the device of a rank of this node: a GPU of its own where NCCL sums, else the CPU.
+
+    Args:
+        number: which rank of the node it is
+        num_ranks: how many ranks the node has
+    """
+    has_one = torch.cuda.device_count() >= num_ranks and dist.is_nccl_available()
+    return torch.device("cuda", number) if has_one else torch.device("cpu")
 
 
 def seen() -> dict[str, Any]:

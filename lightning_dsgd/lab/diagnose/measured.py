@@ -18,7 +18,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from lightning_dsgd.devices import port_of
+from lightning_dsgd.devices import backend_for, port_of
+from lightning_dsgd.lab.accelerators import own_device
 from lightning_dsgd.lab.link import Link
 
 _TIMEOUT: Final = timedelta(seconds=60)
@@ -46,14 +47,12 @@ def link() -> tuple[Link, int]:
             "a link is measured between two ranks or more, got one from the launcher; try torchrun "
             "--nproc-per-node 2, or leave torchrun out"
         )
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    has_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    device = torch.device("cuda", local) if has_gpus and dist.is_nccl_available() else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device is None else "nccl", timeout=_TIMEOUT)
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    device = own_device(int(os.environ.get("LOCAL_RANK", "0")), num_here)
+    port_of(device).enter()
+    dist.init_process_group(backend_for(device), timeout=_TIMEOUT)
     try:
-        return of_sums(sum_s, world_size, device or torch.device("cpu")), rank
+        return of_sums(sum_s, world_size, device), rank
     finally:
         dist.destroy_process_group()
 
