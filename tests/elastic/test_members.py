@@ -187,7 +187,7 @@ def test_a_signal_that_comes_while_the_view_changes_is_not_lost(monkeypatch):
         ranks = ChangingMembers(Opening(CHOSEN, print), None)
         session = entered(net, Session(ranks)).session
         agreed = SimpleNamespace(leaves=False, requested=0)
-        session.training = SimpleNamespace(agreed=agreed, claimed=None, balancing=None)
+        session.training = SimpleNamespace(agreed=agreed, claiming=None, balancing=None)
         monkeypatch.setattr(ranks, "_change_replica", lambda view: None)
         ranks._enter_view(ranks.calls.view)
         return bool(session.training.agreed.leaves)
