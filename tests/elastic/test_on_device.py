@@ -54,7 +54,7 @@ def open_where_a_rank_may_be_lost(port: int) -> list[str]:
     with mock.patch.dict(devices.COLLECTIVES, {"fake": "nccl"}):
         given: Any = {"on_loss": "continue", "transport": "process_group"}
         opening = Opening(choose("a test", Options, given), lines.append)
-        at = ("127.0.0.1", port), "nccl", None, fake.device
+        at = ("127.0.0.1", port), "nccl", fake.device
         opening.join_process_group(fake.device.index, 2, *at)
         opening.open_network(2, fake.device).close()
     return lines

@@ -76,7 +76,7 @@ def test_ranks_tell_soon_which_name_does_not_resolve_and_end_in_time(
         caplog.at_level(logging.WARNING, "lightning_dsgd"),
         pytest.raises(Timeout, match="must resolve on ") as end,
     ):
-        Opening(chosen, print).join_process_group(1, 4, address, "gloo", None, None)  # type: ignore[arg-type]
+        Opening(chosen, print).join_process_group(1, 4, address, "gloo", None)  # type: ignore[arg-type]
     assert source in str(end.value)
     assert "it has not for 0.5 s" in str(end.value)
     [said] = caplog.messages
