@@ -6,7 +6,8 @@ Four ranks on this machine classify handwritten digits, with `accumulate_grad_ba
 micro-batch sleeps for 80 milliseconds, which stand for the work of an accelerator, so that four
 ranks can be tried on a machine with two cores; on rank 1 it sleeps for 160.  DDP waits for rank 1
 in every step.  With `balanced` the others take micro-batches of its share.  Both have the same
-optimizer, rate, seeds and data, and their losses are equal in every epoch, but for rounding.
+optimizer, rate, seeds and data, and their losses are equal but for rounding, which grows where
+training is unsteady.
 
 The table has medians over the seeds; the share of DDP's time is the median of each seed's share.
 """
