@@ -320,7 +320,8 @@ def log_as_others(trainer: Any, how: dict[str, Any], value: float) -> None:
     if key in results:
         results.update_metrics(key, given, 1)
     else:
-        results.log(**how, value=given, batch_size=1)
+        # As the module's own log, which is refused if it differs.
+        results.log(**how, value=given, batch_size=1, sync_dist_fn=trainer.strategy.reduce)
 
 
 def _save_anyhow(trainer: Any) -> None:
