@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from lightning_dsgd import hyperparameters
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.hyperparameters import above, at_least, one_of, setting
 
 
@@ -67,3 +71,12 @@ def test_a_name_and_its_options_are_read_as_json_or_pythons_words() -> None:
         "wagma",
         {"overlap": True, "grace_s": 0.02, "rule": "paper", "size": None},
     )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values())
+def test_the_options_that_are_described_are_those_that_are_taken(
+    algorithm: type[Algorithm],
+) -> None:
+    _, _, listed = (algorithm.__doc__ or "").partition("Args:\n")
+    described = re.findall(r"^    (\w+): ", listed, re.MULTILINE)
+    assert described == list(inspect.signature(algorithm).parameters)
