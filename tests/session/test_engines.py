@@ -20,7 +20,7 @@ ROUNDED = {
     "allreduce:wire_dtype=int8": "messages",
     "wagma:wire_dtype=int8": "messages",
     "local_sgd:sync_period=1:wire_dtype=int8": "messages",
-    "hpsgd:wire_dtype=int8": "messages",
+    "hpsgd:max_local_steps=1:wire_dtype=int8": "messages",
     "adpsgd:wire_dtype=int8": "messages",
     "sgp:wire_dtype=int8": "gloo",
     "popsgd:blocking=true:wire_dtype=int8": "gloo",
