@@ -51,3 +51,4 @@ def test_a_stand_in_has_a_length_of_its_own_and_all_else_of_its_source() -> None
     assert has_indices(stand_in)
     stand_in.worker_init_fn = print  # as Lightning does once the loader is there
     assert loader.worker_init_fn is print
+    assert Two(stand_in).source is loader

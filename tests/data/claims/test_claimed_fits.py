@@ -167,6 +167,17 @@ def combined(mode: str) -> Any:
     return model.samples, model.others
 
 
+def again() -> Any:
+    """Two trainings that read the same loaders, which Lightning has prepared in the first."""
+    train = CombinedLoader([DataLoader(Numbered(24), 2, shuffle=True)], "min_size")
+
+    class Firsts(Writing):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[0], batch_idx)
+
+    return [fit(model=Firsts(0.02), train=train, limit_val_batches=0)[0].samples for _ in range(2)]
+
+
 class Reversed(BatchSampler):
     """A batch sampler of the user's own, which Lightning makes again with another sampler."""
 
@@ -200,6 +211,7 @@ def series() -> dict[str, Any]:
         "max_size_cycle": combined("max_size_cycle"),
         "min_size": combined("min_size"),
         "samplers": with_own_samplers(),
+        "again": again(),
     }
 
 
@@ -233,6 +245,11 @@ def test_loaders_that_are_read_together_are_claimed_together(made: dict[str, lis
 
 def test_samplers_of_the_users_own_are_claimed_from(made: dict[str, list[Any]]) -> None:
     for ranks in zip(*made["samplers"], strict=True):
+        assert all_once(list(ranks), 24)
+
+
+def test_a_second_training_claims_from_the_same_loaders(made: dict[str, list[Any]]) -> None:
+    for ranks in zip(*made["again"], strict=True):
         assert all_once(list(ranks), 24)
 
 
