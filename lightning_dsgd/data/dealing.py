@@ -1,10 +1,11 @@
 """A lane that hears what is dealt, and a training thread that waits for it: claims and units.
 
     training thread   says what it does, and waits for what it is dealt
-    lane              hears all messages; deals, on the first rank
+    lane              hears and sends all messages; deals, on the first rank
 
-`_lock` guards what both know.  Nobody holds it while a message leaves; `_leaving` keeps messages in
-their order.
+`_lock` guards what both know.  Nobody holds it while a message leaves.  A message that leaves takes
+longer than all else that is said here, and the lane has the time: it sends while the training
+thread computes.  The training thread wakes it, by a message without words.
 
 A training thread that must wait says so, and its lane then sends it a message.  So the wait is one
 like any other: it is counted, it has a limit, and a lost rank ends it.
@@ -41,17 +42,20 @@ class Dealing(ABC):
     """What a training thread waits for, to be said where it waits in vain."""
 
     def __init__(self) -> None:
-        self._lock, self._leaving = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
 
     def _open(self, net: Transport) -> None:
         """Begins to hear; all of this class's own is there."""
         self._net = net
         self._awaits: Callable[[], bool] | None = None
+        self._is_woken = False
         self._lane = net.spawn_lane(self._serve, self._name)
 
     def close(self) -> None:
-        """Ends the lane."""
+        """Ends the lane; what was said before still leaves."""
         self._lane.stop()
+        with contextlib.suppress(PeerLost):
+            self._send(self._lane.net)
 
     def _stop(self) -> None:
         """Ends the lane, which may have failed with a rank."""
@@ -84,7 +88,7 @@ class Dealing(ABC):
             if is_so():
                 return
             self._awaits = is_so
-        self._send_if_all_are_there()
+        self._wake()
         try:
             self._net.recv(_WORDS, self._net.rank).wait()
         except Timeout as err:
@@ -92,6 +96,14 @@ class Dealing(ABC):
                 f"rank {self._net.job_rank} has waited {self._net.timeout_s:g} s for the first "
                 f"{self._awaited}"
             ) from err
+
+    def _wake(self) -> None:
+        """Has the lane send what was said, unless it is about to look."""
+        with self._lock:
+            is_woken, self._is_woken = self._is_woken, True
+        if not is_woken:
+            with contextlib.suppress(PeerLost):
+                self._lane.net.send(_WORDS, self._net.rank)
 
     # ---- the lane ----
 
@@ -103,24 +115,19 @@ class Dealing(ABC):
             except Timeout:
                 self._look_again()
             else:
-                self._hear(receipt.source, words)
+                if words:
+                    self._hear(receipt.source, words)
             self._send(net)
-
-    # ---- both ----
-
-    def _send_if_all_are_there(self) -> None:
-        with contextlib.suppress(PeerLost):
-            self._send(self._lane.net)
 
     def _send(self, net: Transport) -> None:
         """Sends all messages that are to leave; wakes the training thread if it waits no longer."""
-        with self._leaving:
-            with self._lock:
-                wakes = self._awaits is not None and self._awaits()
-                if wakes:
-                    self._awaits = None
-                outgoing = self._outgoing()
-            for receiver, words in outgoing:
-                net.send(torch.tensor(words), receiver)
-            if wakes:
-                self._net.send(_WORDS, self._net.rank)
+        with self._lock:
+            self._is_woken = False
+            is_answered = self._awaits is not None and self._awaits()
+            if is_answered:
+                self._awaits = None
+            outgoing = self._outgoing()
+        for receiver, words in outgoing:
+            net.send(torch.tensor(words), receiver)
+        if is_answered:
+            self._net.send(_WORDS, self._net.rank)

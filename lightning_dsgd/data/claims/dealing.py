@@ -1,19 +1,18 @@
 """Claims over a network: a rank's end of their dealing (`data.dealing`).
 
 training thread   claims, begins, ends
-lane              hears all messages of `claims`; deals, on the first member
+lane              hears and sends all messages of `claims`; deals, on the first member
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 
 import torch
 
 from lightning_dsgd.data.claims.claims import Claims, Epoch, Report
 from lightning_dsgd.data.dealing import Dealing, Words
-from lightning_dsgd.transport import Transport, TransportError
+from lightning_dsgd.transport import Transport
 
 
 class ClaimDealing(Dealing):
@@ -88,15 +87,14 @@ class ClaimDealing(Dealing):
             has_begun = self._claims.begin(position)
             if has_begun and position + 1 == len(self._claims.order):
                 self._claims.ask(is_urgent=False)
-        self._send_if_all_are_there()
+        self._wake()
         return has_begun
 
     def end(self) -> None:
         """Notes that the portion that was begun is trained on, and tells others."""
         with self._lock:
             self._claims.end()
-        with contextlib.suppress(TransportError):  # the view changes: all members report then
-            self._send(self._lane.net)
+        self._wake()
 
     def num_free(self) -> int:
         """Returns how many portions nobody has, on the dealer; 0 on the others."""

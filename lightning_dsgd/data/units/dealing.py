@@ -1,7 +1,7 @@
 """Units over a network: a rank's end of their dealing (`data.dealing`).
 
     training thread   takes a unit, computes it, has it enter the sum, takes another
-    lane              hears all messages; deals, on the first rank; has sums begin
+    lane              hears and sends all messages; deals, on the first rank; has sums begin
 
 Nobody holds the lock while a unit enters the sum.  What a training thread had to say when a rank
 was lost is in what it reports to `losses`.
@@ -67,7 +67,7 @@ class UnitDealing(Dealing):
         """Goes on among the ranks that are left, which have all stood still."""
         self._hand.go_on(after)
         self._begin(net, after)
-        self._send_if_all_are_there()
+        self._wake()
 
     # ---- the training thread ----
 
@@ -76,13 +76,13 @@ class UnitDealing(Dealing):
         if self._dealer is not None:
             with self._lock:
                 self._dealer.know(first, homes, self._net.now())
-            self._send_if_all_are_there()
+            self._wake()
 
     def begin_step(self, step: int) -> None:
         """Goes on to a step."""
         with self._lock:
             self._hand.begin_step(step)
-        self._send_if_all_are_there()
+        self._wake()
 
     @property
     def has_next(self) -> bool:
@@ -108,7 +108,7 @@ class UnitDealing(Dealing):
                 unit = hand.begin()
                 if unit == NONE and waits and not hand.is_closed:
                     continue  # the unit was given back just now
-            self._send_if_all_are_there()
+            self._wake()
             return unit
 
     def finish(self, enter: Callable[[], None]) -> bool:
@@ -125,7 +125,7 @@ class UnitDealing(Dealing):
             enter()
         with self._lock:
             hand.finish(has_entered=may_enter)
-        self._send_if_all_are_there()
+        self._wake()
         return may_enter
 
     # ---- the lane ----
