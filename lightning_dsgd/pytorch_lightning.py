@@ -20,6 +20,7 @@ class DecentralizedStrategy(DecentralizedMixin, strategies.DDPStrategy):  # noqa
     __doc__ = DecentralizedMixin.__doc__
 
 
+@keywords.lists(TrainerOptions)
 class BalancedStrategy(BalancedMixin, DecentralizedStrategy):  # noqa: D101
     __doc__ = BalancedMixin.__doc__
 

@@ -90,7 +90,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
     applied in `configure_model`, to `self.device_mesh`.  See the page "Sharded models".
 
     Args:
-        algorithm: how the replicas learn from one another
+        algorithm: how the replicas learn from one another, or its name
         num_replicas: how many there are
         data_parallel_size: how many ranks of a replica see data of their own; "auto": as many as
             there are, for the other sizes
@@ -103,7 +103,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
 
     def __init__(
         self,
-        algorithm: Algorithm,
+        algorithm: Algorithm | str,
         num_replicas: int,
         data_parallel_size: int | str = "auto",
         tensor_parallel_size: int = 1,
@@ -119,8 +119,8 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
                 "no rank can join the training of sharded models, as it would hold a part of a "
                 f"replica, got max_ranks={max_ranks!r}; leave it out"
             )
-        check_algorithm(algorithm)
         super().__init__(algorithm, **given)
+        check_algorithm(self.algorithm)
         self._start_method = "popen"
         self._num_replicas = num_replicas
         self._data_parallel_size = data_parallel_size  # type: ignore[assignment]

@@ -22,19 +22,23 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dsgd import keywords
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.balanced import Balanced
 from lightning_dsgd.data.loaders import StandIn
 from lightning_dsgd.data.units.balancing import Balancing, longest, parts_of
 from lightning_dsgd.data.units.loaders import UnitLoader, check, check_can_draw_for_others
 from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.session.options import check_is_first
 from lightning_dsgd.trainer import joint, seams, step_sizes
+from lightning_dsgd.trainer.arguments import TrainerOptions
 from lightning_dsgd.trainer.metrics import StepMetrics
 from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
@@ -42,7 +46,9 @@ from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 class BalancedMixin:
     """Trains with `Balanced`: the ranks share the micro-batches of each step.
 
-    It takes the arguments of `DecentralizedStrategy`.
+    Args:
+        algorithm: a `Balanced` with its hyperparameters, or its name
+        **given: the options in `TrainerOptions`
     """
 
     _takes_units: ClassVar[bool] = True
@@ -51,6 +57,11 @@ class BalancedMixin:
     _is_in_unit = False
     _begins_step = False
     _output: Any = None
+
+    def __init__(
+        self, algorithm: Algorithm | str = Balanced.name, **given: Unpack[TrainerOptions]
+    ) -> None:
+        super().__init__(algorithm, **given)  # type: ignore[call-arg, misc]
 
     # ---- set-up ----
 
@@ -299,6 +310,7 @@ class BalancedMixin:
         self._balancing = self._loader = self._output = None
 
 
+@keywords.lists(TrainerOptions)
 class BalancedStrategy(BalancedMixin, DecentralizedStrategy):
     __doc__ = BalancedMixin.__doc__
 

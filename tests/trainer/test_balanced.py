@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_dsgd as dsgd
+import lightning_dsgd.pytorch_lightning as twins
 from lightning_dsgd.trainer.step_sizes import batches_of_each
 from tests.support.fits import LATER, Plain, errors, fit, fp16, run, strategy
 from tests.support.models import loader, trainer, weights
@@ -293,6 +294,13 @@ def test_options_that_it_cannot_honour_are_refused(option: dict[str, Any], text:
 def test_its_name_is_known() -> None:
     chosen = L.Trainer(strategy="balanced", accelerator="cpu", devices=1, logger=False).strategy
     assert isinstance(chosen, dsgd.BalancedStrategy)
+
+
+@pytest.mark.parametrize("home", [dsgd, twins])
+def test_its_algorithm_need_not_be_named(home: Any) -> None:
+    strategy = home.BalancedStrategy(on_loss="continue")
+    assert strategy.algorithm == dsgd.Balanced()
+    assert strategy.in_force["on_loss"] == "continue"
 
 
 @pytest.mark.parametrize(

@@ -123,4 +123,4 @@ def test_help_lists_all_options_of_a_strategy(home: Any, strategy: str) -> None:
     kind = getattr(home, strategy)
     signature = inspect.signature(kind).parameters
     assert signature["timeout_s"].default == 1800.0
-    assert "\n    timeout_s: how long" in str(dsgd.DecentralizedStrategy.__doc__)
+    assert "\n    timeout_s: how long" in str(kind.__doc__)

@@ -190,6 +190,8 @@ def test_what_cannot_work_is_refused_on_every_rank(fn: Any, text: str) -> None:
     ("algorithm", "options", "text"),
     [
         (dsgd.AllReduce(), {}, "an algorithm must exchange weights, got 'allreduce'"),
+        ("allreduce", {}, "an algorithm must exchange weights, got 'allreduce'"),
+        ("wagam", {}, "got 'wagam'; did you mean wagma"),
         (dsgd.LocalSGD(), {"num_replicas": 0}, "num_replicas must be a number of ranks"),
         (dsgd.LocalSGD(), {"min_ranks": 2}, 'min_ranks needs on_loss="continue"'),
         (dsgd.LocalSGD(), {"max_ranks": 2}, "got max_ranks=2; leave it out"),
@@ -200,6 +202,10 @@ def test_what_cannot_work_is_refused_on_every_rank(fn: Any, text: str) -> None:
 def test_options_are_refused_when_it_is_made(algorithm: Any, options: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         ShardedStrategy(algorithm, **{"num_replicas": 2, **options})
+
+
+def test_it_takes_the_name_of_an_algorithm() -> None:
+    assert ShardedStrategy("wagma", 2).algorithm == dsgd.WAGMA()
 
 
 # ---- a lost rank ----
