@@ -24,6 +24,13 @@ def has_indices(loader: object) -> bool:
     return isinstance(source, DataLoader) and not isinstance(source.dataset, IterableDataset)
 
 
+def described(loader: Any) -> str:
+    """Returns what errors and notices call a loader: its class, and the class of its data set."""
+    name = type(loader).__name__
+    dataset = getattr(loader, "dataset", None)
+    return name if dataset is None else f"{name} of {type(dataset).__name__}"
+
+
 def sampler_of(loader: Any) -> Any:
     """Returns what a loader takes the indices of its batches from, one batch after the other."""
     return loader._index_sampler
@@ -60,6 +67,8 @@ class StandIn(ABC):
     Attributes:
         source: the user's loader
     """
+
+    source: Any
 
     def __init__(self, source: Any) -> None:
         # Of a training before: Lightning keeps the loaders that it has prepared.

@@ -270,7 +270,7 @@ def fit_manually() -> None:
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
-        (fit_stream, 'use strategy="allreduce" or "ddp" for a stream'),
+        (fit_stream, 'got DataLoader of Stream with strategy="balanced"; use strategy="allreduce"'),
         (fit_manually, "automatic_optimization=False"),
     ],
 )

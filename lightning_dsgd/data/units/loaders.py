@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler
 
-from lightning_dsgd.data.loaders import has_indices, load_more, sampler_of, twin
+from lightning_dsgd.data.loaders import described, has_indices, load_more, sampler_of, twin
 from lightning_dsgd.data.units.plan import Plan, Unit
 
 Key = tuple[int, int]
@@ -161,7 +161,7 @@ class _Order:
 
 def check(loader: Any) -> None:
     """Raises for a loader whose batches cannot be shared."""
-    got = f'got {type(loader).__name__} with strategy="balanced"'
+    got = f'got {described(loader)} with strategy="balanced"'
     if not has_indices(loader):
         raise ValueError(
             "ranks share the micro-batches of a step, so each must be able to load any of them: "
