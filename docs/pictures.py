@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd.algorithms.written import as_code
 from lightning_dsgd.lab import decisions
 from lightning_dsgd.lab.decisions import DDP, OWN_RATE, SAME_LOSS, Choice
 from lightning_dsgd.lab.drawing import chart
@@ -340,7 +341,7 @@ def spelled(choice: Choice) -> str:
     if choice.strategy == DDP:
         return DDP
     name, given = decisions.options(choice.strategy, choice.data)
-    settings = (f"{key}={decisions.written(value)}" for key, value in given.items())
+    settings = (f"{key}={as_code(value)}" for key, value in given.items())
     return ", ".join([name, *settings])
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.compare import target_tables
 from benchmarks.compare.situations import SITUATIONS
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
+from lightning_dsgd.algorithms.written import as_code
 from lightning_dsgd.lab import decisions, target_rows
 from lightning_dsgd.lab.catalogue import markdown
 from lightning_dsgd.lab.decisions import Choice, Situation
@@ -29,10 +30,6 @@ from lightning_dsgd.lab.in_force import lacks, measured_with
 from lightning_dsgd.lab.recipes import said
 
 ROOT = Path(__file__).parents[1]
-TARGETS = [
-    *sorted(ROOT.glob("docs/results/choosing/target_epochs*.json")),
-    ROOT / "docs/results/wagma/wide_groups.json",
-]
 TABLE = re.compile(r"(<!-- what strategies send and need, told in (\S+) -->\n)(?:.+\n)*")
 COSTS = ("name", "communicates", "with", "extra memory", "bytes sent per step")
 RECIPES = re.compile(r"(<!-- what (\S+)/\*.yaml say at their beginning -->\n)(?:.+\n)*")
@@ -91,10 +88,8 @@ def used(choice: Choice | None, pages: str = "") -> str:
     if choice.strategy == decisions.DDP:
         return "Lightning's `ddp`"
     name, given = decisions.options(choice.strategy, choice.data)
-    known = BY_UNITS | ALGORITHMS
-    module = known[name].__module__ if name in known else name
-    section = module.rpartition(".")[2]
-    settings = [f"`{key}={decisions.written(value)}`" for key, value in given.items()]
+    section = (BY_UNITS | ALGORITHMS)[name].__module__.rpartition(".")[2]
+    settings = [f"`{key}={as_code(value)}`" for key, value in given.items()]
     if choice.data == CLAIMED:
         settings[-1] = f"[{settings[-1]}]({pages}claimed_batches.md)"
     *others, last = settings or [""]

@@ -8,6 +8,8 @@ lightning_dsgd.WAGMA(group_size=4))
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 from lightning_dsgd import hyperparameters
@@ -84,7 +86,14 @@ def _arguments(algorithm: Algorithm) -> str:
         (name, getattr(algorithm, name), getattr(ordinary, name))
         for name in hyperparameters.names(algorithm)
     ]
-    return ", ".join(f"{name}={value!r}" for name, value, usual in values if value != usual)
+    return ", ".join(f"{name}={as_code(value)}" for name, value, usual in values if value != usual)
+
+
+def as_code(value: Any) -> str:
+    """Returns a value as a script writes it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def described(given: Any) -> str:

@@ -14,12 +14,11 @@ A choice is for one of four cases:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, Final
 
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
-from lightning_dsgd.algorithms.written import class_for
+from lightning_dsgd.algorithms.written import as_code, class_for
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 
@@ -354,12 +353,7 @@ def code(strategy: str, data: str = EQUAL) -> str:
     if not given and data == EQUAL:
         return f'"{name}"'
     kind = (ALGORITHMS | BY_UNITS)[name]
-    arguments = ", ".join(f"{key}={written(value)}" for key, value in given.items())
+    arguments = ", ".join(f"{key}={as_code(value)}" for key, value in given.items())
     algorithm = f"lightning_dsgd.{kind.__name__}({arguments})" if given else f'"{name}"'
     claimed = f', data="{CLAIMED}"' if data == CLAIMED else ""
     return f"lightning_dsgd.{class_for(kind)}({algorithm}{claimed})"
-
-
-def written(value: Any) -> str:
-    """Returns a value as code."""
-    return json.dumps(value) if isinstance(value, str) else repr(value)

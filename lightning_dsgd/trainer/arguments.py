@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dsgd import keywords
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.written import written
 from lightning_dsgd.hyperparameters import at_least, one_of
 from lightning_dsgd.session.options import Options, WholeOptions
 
@@ -68,8 +70,9 @@ _SHARDS: Final = (
 )
 _OFFLOADS: Final = 'weights stay on their device here: "fsdp" and "deepspeed" offload them'
 _NOT_OURS: Final = {
-    **dict.fromkeys(("cluster_environment", "checkpoint_io"), _A_PLUGIN),
-    **dict.fromkeys(("precision_plugin", "precision"), _A_PLUGIN),
+    **dict.fromkeys(
+        ("cluster_environment", "checkpoint_io", "precision_plugin", "precision"), _A_PLUGIN
+    ),
     "process_group_backend": "it follows from the device: leave the option out",
     "timeout": "torch's own collectives wait as long as timeout_s says, and half an hour at least",
     "find_unused_parameters": "unused parameters need no search here: leave the option out",
@@ -104,9 +107,10 @@ def check(strategy: str, algorithm: Algorithm, table: type, given: Any) -> None:
         if name in ours:
             continue
         if name in algorithm.hyperparameters():
+            meant = written(replace(algorithm, **{name: value}))  # type: ignore[type-var]
             raise ValueError(
                 f"the option {name} is one of the algorithm, got {name}={value!r} for the "
-                f"strategy; write {strategy}({type(algorithm).__name__}({name}={value!r}))"
+                f"strategy; write {strategy}({meant})"
             )
         if says_nothing and (name in _NOT_OURS or name in defaults):
             del given[name]  # a command line passes the defaults of the base classes

@@ -62,6 +62,9 @@ def test_every_name_is_known_to_fabric(package: str) -> None:
         PACKAGES[package](dsgd.WAGMA(), static_graph=True)
     with pytest.raises(ValueError, match="group_size is one of the algorithm"):
         PACKAGES[package]("wagma", group_size=4)
+    kept = r"write .*\(lightning_dsgd.WAGMA\(group_size=4, overlap=True\)\)"
+    with pytest.raises(ValueError, match=kept):
+        PACKAGES[package](dsgd.WAGMA(group_size=4), overlap=True)
     with pytest.raises(ValueError, match="group_size"):
         PACKAGES[package](dsgd.WAGMA(group_size=0))
     assert PACKAGES[package]("wagma:group_size=4").algorithm == dsgd.WAGMA(group_size=4)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import lightning_dsgd
 from benchmarks.compare.situations import SITUATIONS as measured
 from lightning_dsgd.algorithms import ALGORITHMS, COMPARISONS, make_algorithm
 from lightning_dsgd.lab import catalogue, decisions
@@ -43,6 +44,8 @@ def test_a_choice_works_and_a_result_backs_it(situation: Situation, choice: Choi
     algorithm.check(max(choice.least_ranks, 2))
     assert choice.data == EQUAL or not algorithm.traits.lockstep
     code = decisions.code(choice.strategy, choice.data)
+    made = eval(code, {"lightning_dsgd": lightning_dsgd})
+    assert made == choice.strategy or made.algorithm == algorithm
     assert f'"{choice.strategy}"' in code or f"dsgd.{type(algorithm).__name__}(" in code
     assert ('data="claimed"' in code) == (choice.data == CLAIMED)
     if situation is SITUATIONS["memory"]:
