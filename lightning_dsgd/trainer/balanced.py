@@ -291,10 +291,11 @@ class BalancedMixin:
         asked = joint.logged_over_all(trainer)
         alone, steps = joint.logged_alone(trainer), joint.logged_for_steps(trainer)
         theirs = [*map(json.loads, self.session.texts(json.dumps([asked, alone, steps])))]
-        known = {_key(how) for how, _ in [*asked, *alone]}
+        known = {joint.key_of(how) for how, _ in [*asked, *alone]}
         # Where this rank had no unit in the epoch that counts, it shows what the others have.
         joint.log_nothing(
-            trainer, [each for rank in theirs for each in rank[0] if _key(each[0]) not in known]
+            trainer,
+            [each for rank in theirs for each in rank[0] if joint.key_of(each[0]) not in known],
         )
         for key, (how, values) in _by_key([each for rank in theirs for each in rank[1]]).items():
             if key not in known:
@@ -362,15 +363,10 @@ def _over_all(logs: list[dict[str, Any]]) -> dict[str, tuple[str, list[float]]]:
     return together
 
 
-def _key(how: dict[str, Any]) -> str:
-    """Returns Lightning's key of a value that is logged so."""
-    return f"{how['fx']}.{how['name']}"
-
-
 def _by_key(logged: list[Any]) -> dict[str, tuple[dict[str, Any], list[float]]]:
     together: dict[str, tuple[dict[str, Any], list[float]]] = {}
     for how, value in logged:
-        together.setdefault(_key(how), (how, []))[1].append(value)
+        together.setdefault(joint.key_of(how), (how, []))[1].append(value)
     return together
 
 

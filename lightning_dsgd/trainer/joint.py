@@ -107,7 +107,7 @@ class JointEpochs:
             or (trainer.should_stop and loop._can_stop_early)
             or self.is_out
         )
-        ends = self.agree_on_end(is_finished)
+        ends = self._session.meet(FINISHED if is_finished else GO_ON) and is_finished
         if ends:
             bool(loop.done)  # which logs why training ends
         elif is_finished:
@@ -150,10 +150,6 @@ class JointEpochs:
         """Validates as the Trainer does after a batch, where all ranks do."""
         _save_anyhow(self._trainer)
         _validate(self._trainer)
-
-    def agree_on_end(self, is_finished: bool) -> bool:
-        """Meets all ranks before an epoch; returns whether training ends, the same on each."""
-        return self._session.meet(FINISHED if is_finished else GO_ON) and is_finished
 
     def before_validation(self) -> None:
         """Waits for all ranks before this one validates, where they may have different numbers."""
@@ -246,29 +242,51 @@ def logged_over_all(trainer: Any) -> list[list[Any]]:
         is_asked = (sync.should and not sync.rank_zero_only) if entry.is_tensor else True
         is_to_come = meta.fx == "on_train_epoch_end"  # known from an epoch before
         if is_asked and meta.on_epoch and (is_to_come or not entry.has_reset):
-            how = {name: getattr(meta, name) for name in _HOW}
             dtype = str(entry.value.dtype).removeprefix("torch.") if entry.is_tensor else ""
-            logged.append([how | {"reduce_fx": meta.reduce_fx.__name__}, dtype])
+            logged.append([_how(entry), dtype])
     return logged
+
+
+def _how(entry: Any) -> dict[str, Any]:
+    """Returns what Lightning's `log` was told for an entry, in words that JSON can hold."""
+    meta = entry.meta
+    told = {name: getattr(meta, name) for name in _HOW} | {"reduce_fx": meta.reduce_fx.__name__}
+    return told | {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
+
+
+def key_of(how: dict[str, Any]) -> str:
+    """Returns Lightning's key of a value that is logged so."""
+    return f"{how['fx']}.{how['name']}"
+
+
+def _make_entry(trainer: Any, how: dict[str, Any], value: Any) -> Any:
+    """Makes and returns the entry that this rank's own log would make, had it logged as others.
+
+    Lightning refuses a later log of a module's whose entry differs in anything.
+    """
+    results = trainer.fit_loop.epoch_loop._results
+    # Not over all ranks yet: it would ask them at once for a value of a step.
+    told = how | {"sync_dist": False}
+    results.log(**told, value=value, batch_size=1, sync_dist_fn=trainer.strategy.reduce)
+    entry = results[key_of(how)]
+    entry.meta.sync.should = how["sync_dist"]
+    return entry
 
 
 def log_nothing(trainer: Any, logged: list[list[Any]]) -> None:
     """Has this rank ask for values that others log over all ranks, to which it adds nothing."""
     results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
     for how, dtype in logged:
-        key = f"{how['fx']}.{how['name']}"
-        if key not in results:
+        if key_of(how) not in results:
             value = (
                 torch.zeros((), device=module.device)
                 if dtype
                 else module.get_submodule(how["metric_attribute"])
             )
-            # Not yet over all ranks: it would ask them at once for a value of a step.
-            results.log(**how, value=value, batch_size=1, sync_dist_fn=trainer.strategy.reduce)
-            results[key].meta.sync.should = bool(dtype)
+            made = _make_entry(trainer, how, value)
             if dtype:
-                results[key].reset()
-        entry = results[key]
+                made.reset()
+        entry = results[key_of(how)]
         if entry.has_reset:
             entry.has_reset, entry._update_count, entry._computed = False, 1, None
         if dtype:
@@ -286,10 +304,9 @@ def logged_alone(trainer: Any) -> list[list[Any]]:
         is_asked = sync.should and not sync.rank_zero_only
         if not entry.is_tensor or is_asked or entry.has_reset:
             continue
-        how = {name: getattr(meta, name) for name in _HOW}
         is_mean = meta.on_epoch and meta.is_mean_reduction
         value = entry.value / entry.cumulated_batch_size if is_mean else entry.value
-        logged.append([how | {"reduce_fx": meta.reduce_fx.__name__}, float(value)])
+        logged.append([_how(entry), float(value)])
     return logged
 
 
@@ -316,12 +333,11 @@ def show_last_step(trainer: Any, key: str, value: float) -> None:
 def log_as_others(trainer: Any, how: dict[str, Any], value: float) -> None:
     """Has this rank show a value that others have logged, each for itself, and this one has not."""
     results, device = trainer.fit_loop.epoch_loop._results, trainer.lightning_module.device
-    key, given = f"{how['fx']}.{how['name']}", torch.tensor(value, device=device)
-    if key in results:
-        results.update_metrics(key, given, 1)
+    given = torch.tensor(value, device=device)
+    if key_of(how) in results:
+        results.update_metrics(key_of(how), given, 1)
     else:
-        # As the module's own log, which is refused if it differs.
-        results.log(**how, value=given, batch_size=1, sync_dist_fn=trainer.strategy.reduce)
+        _make_entry(trainer, how, given)
 
 
 def _save_anyhow(trainer: Any) -> None:

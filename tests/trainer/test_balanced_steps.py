@@ -122,6 +122,7 @@ class Counts(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.count = SumMetric()
+        self.logged = SumMetric()
         self.total = 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -129,6 +130,9 @@ class Counts(Plain):
         assert self.count(float(len(batch[0]))) == len(batch[0])
         self.log("train_loss", loss, on_step=True)
         self.log("both", loss, on_step=True, on_epoch=True)
+        self.log("first", loss, on_step=False, on_epoch=True, rank_zero_only=True)
+        self.logged(1.0)
+        self.log("logged", self.logged, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def on_train_epoch_end(self) -> None:
@@ -164,7 +168,9 @@ def until(is_so: Callable[[], bool]) -> None:
         threading.Event().wait(0.01)
 
 
-def fit_without_a_unit(flag: Path, where: str) -> tuple[float, dict[str, float]]:
+def fit_without_a_unit(
+    flag: Path, where: str, max_epochs: int = 1
+) -> tuple[float, dict[str, float]]:
     """Rank 1 stalls before its first micro-batch, or in it, until rank 0 has made the step."""
     begin_step = Balancing.begin_step
 
@@ -175,9 +181,18 @@ def fit_without_a_unit(flag: Path, where: str) -> tuple[float, dict[str, float]]
 
     StallsOnce.stalls = flag if where == "in" else None
     with mock.patch.object(Balancing, "begin_step", late if where == "before" else begin_step):
-        model, ran = fit("balanced", StallsOnce, accumulate_grad_batches=8, callbacks=[Steps(flag)])
+        model, ran = fit(
+            "balanced",
+            StallsOnce,
+            accumulate_grad_batches=8,
+            callbacks=[Steps(flag)],
+            max_epochs=max_epochs,
+        )
     assert isinstance(model, Counts)
     return model.total, {name: float(value) for name, value in ran.callback_metrics.items()}
+
+
+LOGGED = {"train_loss", "both", "both_step", "both_epoch", "first", "logged"}
 
 
 @pytest.mark.parametrize("where", ["before", "in"])
@@ -186,8 +201,14 @@ def test_a_rank_whose_units_others_have_computed_shows_what_they_log(
 ) -> None:
     (count, logs), (same_count, shown) = run(2, fit_without_a_unit, tmp_path / "flag", where)
     assert count == same_count == 128
-    assert logs.keys() == {"train_loss", "both", "both_step", "both_epoch"}
+    assert logs.keys() == LOGGED
     assert shown == pytest.approx(logs)
+    assert logs["logged"] == 16
+
+
+def test_a_rank_logs_after_an_epoch_in_which_others_have_computed_all(tmp_path: Path) -> None:
+    for _, logs in run(2, fit_without_a_unit, tmp_path / "flag", "before", 2):
+        assert logs.keys() == LOGGED
 
 
 # ---- refused, with the way out ----
