@@ -49,13 +49,13 @@ def _tell(args: argparse.Namespace) -> None:
     from lightning_dsgd.lab.link import Link
 
     link = Link.parse(args.link, "--link", LATENCY_S) if args.link else None
-    seen = times.read(args.run)
     if measured.is_launched():
         if link is not None:
             raise ValueError("--link must be left out under torchrun, whose ranks measure it")
         link, rank = measured.link()
         if rank:
             return
+    seen = times.read(args.run)
     num_recorded = seen.num_ranks
     if args.ranks is not None or link is not None:
         seen = elsewhere(seen, args.ranks, link)

@@ -39,9 +39,10 @@ shared is one unit, so it is not offered.
 
 The interval has 90% of what other stretches of the run give (blocks of steps are drawn again, 200
 times), and 3% on both sides for what a model leaves out.  A strategy's lower end also allows for
-communication that takes as long as DDP's meetings, and where the link is known for 7% in place of
-that; that of `balanced` for parts of a batch that take longer than their share of it, by a quarter.
-The upper end of `int8` is for messages that cost nothing but their latency.
+communication that takes as long as DDP's meetings; where the link is known both ends allow for 7%
+in place of that.  The lower end of `balanced` allows for parts of a batch that take longer than
+their share of it, by a quarter.  The upper end of `int8` is for messages that cost nothing but
+their latency.
 """
 
 from __future__ import annotations
@@ -363,10 +364,14 @@ def _strategies(times: Times, verdict: Verdict, ddp: Tensor, asked: Sequence[str
     # Ranks validate together whatever the strategy.
     validation = times.by_step(times.parts[PARTS.index("validation")])
     own, together = times.by_step(times.own) - validation + _STEP_S, validation.max(1).values
+    gains: dict[tuple[str, str], list[float]] = {}  # of what is simulated, which takes long
 
     def simulated(name: str, choice: Choice, *, is_asked: bool = False) -> Remedy:
-        found = _simulated(name, choice, times, ddp, own, float(together.mean()))
-        return replace(_at_least(found, times, ddp), is_asked=is_asked)
+        key = choice.strategy, choice.data
+        if key not in gains:
+            gains[key] = _gains(choice, times, ddp, own, float(together.mean()))
+        found = _of_gains(name, choice, gains[key])
+        return replace(_with_messages(found, times, ddp), is_asked=is_asked)
 
     known = {name: chosen(name, times.num_ranks) for name in ("claimed", "wagma")}
     more = [] if times.link is None else _of_situation(verdict, times.num_ranks)
@@ -425,10 +430,16 @@ def _of_situation(verdict: Verdict, num_ranks: int | None = None) -> list[Choice
     return [each for each in choices if each.strategy not in decisions.NOT_COMPARED]
 
 
-def _simulated(
-    name: str, choice: Choice, times: Times, ddp: Tensor, own: Tensor, besides_s: float
-) -> Remedy:
-    """Simulates a strategy with stretches of the run, and adds what a step takes besides."""
+def _gains(choice: Choice, times: Times, ddp: Tensor, own: Tensor, besides_s: float) -> list[float]:
+    """Returns what a strategy gains in stretches of the run, as simulated.
+
+    Args:
+        choice: the strategy, and how its batches are dealt
+        times: the times with DDP
+        ddp: what each step of DDP takes
+        own: what each rank computes in each step
+        besides_s: what a step takes besides
+    """
     from lightning_dsgd.lab.simulate.model import run  # loads all algorithms
 
     own = own[:, some_ranks(own, MOST_SIMULATED)]
@@ -452,6 +463,10 @@ def _simulated(
         of_ddp = float(ddp[begin : begin + steps].mean())
         made = run(choice.strategy, num_ranks, machine, steps, epoch_steps=steps, data=choice.data)
         gains.append(of_ddp / (1 / made.slowest_steps_per_s + besides_s))
+    return gains
+
+
+def _of_gains(name: str, choice: Choice, gains: list[float]) -> Remedy:
     why = choice.why.rstrip(".")
     if name not in STRATEGIES:
         why += ", with a learning rate of its own"
@@ -466,16 +481,22 @@ def _simulated(
 
 
 def dealt(spec: str) -> Choice:
-    """Returns what a user has asked of, such as `popsgd:data=claimed`."""
+    """Returns a strategy that a user has named, and how its batches are dealt.
+
+    Args:
+        spec: such as `wagma:overlap=true`, or `popsgd:data=claimed`
+    """
     before = f":data={CLAIMED}"
     data = CLAIMED if spec.endswith(before) else EQUAL
     return Choice(decisions.THEN, spec.removesuffix(before), "You have asked", data)
 
 
-def _at_least(remedy: Remedy, times: Times, ddp: Tensor) -> Remedy:
-    """Lowers the lower end to what is left if the strategy waits as long as DDP's meetings take.
+def _with_messages(remedy: Remedy, times: Times, ddp: Tensor) -> Remedy:
+    """Allows for what a strategy's messages take, which the recorded run does not show.
 
-    Where the link is known, what is simulated is within 10% of what was measured.
+    The lower end becomes what is left if the strategy waits as long as DDP's meetings take.  Where
+    the link is known both ends move by `_FORETOLD` instead: with the 3% of every model that makes
+    10%, within which what was simulated came of what was measured.
     """
     if times.link is not None:
         return replace(remedy, low=remedy.low * (1 - _FORETOLD), high=remedy.high * (1 + _FORETOLD))

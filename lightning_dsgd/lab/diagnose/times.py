@@ -109,10 +109,15 @@ class Times:
         return bool(self.about.get("can_share", True))
 
     @property
+    def hosts(self) -> list[str]:
+        """The machine of each rank; where the trace does not say, a rank has one of its own."""
+        return [str(about.get("host", rank)) for rank, about in enumerate(self.abouts)]
+
+    @property
     def are_processors_short(self) -> bool:
         """Whether most ranks share a machine with a rank that waits for processors."""
         own_s, waited_s = self.own.sum(0), self.parts[PARTS.index("processor")].sum(0)
-        hosts = [str(about.get("host", rank)) for rank, about in enumerate(self.abouts)]
+        hosts = self.hosts
         short = {
             host
             for host, own, waited in zip(hosts, own_s.tolist(), waited_s.tolist(), strict=True)
@@ -123,7 +128,7 @@ class Times:
     @property
     def ranks_per_core(self) -> float:
         """How many ranks share a core, on the machine where most do; 1 where each has one."""
-        hosts = [str(about.get("host", rank)) for rank, about in enumerate(self.abouts)]
+        hosts = self.hosts
         shares = [
             hosts.count(host) / about["cores"] if about.get("cores") else _UNKNOWN_SHARE
             for host, about in zip(hosts, self.abouts, strict=True)
@@ -138,7 +143,7 @@ class Times:
         """
         if self.ranks_per_core <= 1 or self.about.get("clock") == "device":
             return None
-        hosts = [str(about.get("host", rank)) for rank, about in enumerate(self.abouts)]
+        hosts = self.hosts
         here = max(hosts.count(host) for host in hosts)
         return usual_costs(max(1, round(here / self.ranks_per_core)), here)
 

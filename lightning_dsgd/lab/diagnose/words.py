@@ -100,11 +100,7 @@ def lines(
         text.append(f"Next:    {best.what}: {_gain(best)} times as fast")
         if best.paste:
             text.append(f"             {best.paste}")
-    others = [
-        r
-        for r in remedies
-        if r is not best and (r.gain >= _SHOWN or r.name in _ALWAYS or r.is_asked)
-    ]
+    others = [r for r in remedies if r is not best and _is_told(r)]
     if others:
         text.append("Others:  " + ", ".join(f"{r.name} {r.gain:.2f}" for r in others))
     text.append(
