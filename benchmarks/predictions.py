@@ -17,13 +17,17 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.hyperparameters import parse
+from lightning_dsgd.lab import decisions
+from lightning_dsgd.lab.diagnose.elsewhere import LATENCY_S
+from lightning_dsgd.lab.diagnose.remedies import dealt
+from lightning_dsgd.lab.epochs import CLAIMED
 from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.lab.simulate.machines import Machine
@@ -32,17 +36,11 @@ from lightning_dsgd.lab.simulate.processors import usual_costs
 from lightning_dsgd.lab.simulate.recorded import Recorded
 from lightning_dsgd.lab.stragglers import delayed_ranks
 
-_LATENCY_S: Final = 1e-4
 _CORES: Final = 2
 _RECORDED_STEPS: Final = 60
-_CLAIMED: Final = ":data=claimed"
-_DDP: Final = "ddp"
-"""The name of Lightning's own strategy, which is predicted by the all-reduce."""
 
 
-def check(
-    result: dict[str, Any], changed: Callable[[Machine], Machine] = lambda machine: machine
-) -> tuple[list[dict[str, Any]], float]:
+def check(result: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
     """Returns measured and predicted steps per second of each strategy of a result file.
 
     The computation gets the time added that a step takes on this machine besides the sleep: as
@@ -50,13 +48,12 @@ def check(
 
     Args:
         result: the result of `benchmarks throughput`
-        changed: gives the machine to predict for, from the one that the result's settings describe
 
     Returns:
         The rows, and that time in seconds.
     """
     try:
-        machine = changed(_machine(result["settings"]))
+        machine = _machine(result["settings"])
         world_size, steps = result["settings"]["ranks"], result["settings"]["steps"]
         rounds = sorted({cell["round"] for cell in result["cells"]})
         measured = {row["strategy"]: row["steps_per_s"] for row in result["summary"]}
@@ -73,7 +70,7 @@ def check(
     rows = []
     for spec, steps_per_s in measured.items():
         row: dict[str, Any] = {"strategy": spec, "measured": steps_per_s, "predicted": None}
-        if spec == _DDP or parse(spec)[0] in ALGORITHMS:
+        if spec == decisions.DDP or parse(spec)[0] in ALGORITHMS:
             row["predicted"] = predict(spec, world_size, machine, steps, rounds)
         rows.append(row)
     return rows, overhead_s
@@ -97,9 +94,9 @@ def predict(
 ) -> float:
     """Predicts steps per second as `benchmarks throughput` does: the median over the rounds.
 
-    A round's index is the seed of its stragglers.
+    A round's index is the seed of its stragglers.  The all-reduce predicts Lightning's `ddp`.
     """
-    name = "allreduce" if spec == _DDP else spec
+    name = "allreduce" if spec == decisions.DDP else spec
     return statistics.median(
         run(name, world_size, machine, num_steps, seed).slowest_steps_per_s for seed in rounds
     )
@@ -110,10 +107,10 @@ def of_turns(result: dict[str, Any]) -> list[dict[str, Any]]:
     settings, rows = result["settings"], []
     size, steps = settings["ranks"], settings["steps"]
     for situation in result["situations"]:
-        kind, link = situation["kind"], Link.parse(situation["network"])
+        kind, link = situation["kind"], Link.parse(situation["network"], latency_s=LATENCY_S)
         rates = {row["strategy"]: row["measured"] for row in situation["rows"]}
         machine = Machine(
-            _LATENCY_S,
+            link.latency_s,
             link.bytes_s,
             0.0,
             settings["params"],
@@ -122,19 +119,21 @@ def of_turns(result: dict[str, Any]) -> list[dict[str, Any]]:
             costs=usual_costs(_CORES, size),
         )
         # Since then strategies can claim batches, and all steps are one epoch.
-        epoch_steps = steps if any(spec.endswith(_CLAIMED) for spec in rates) else None
+        claims = any(dealt(spec).data == CLAIMED for spec in rates)
+        epoch_steps = steps if claims else None
 
         def rate(
             spec: str, machine: Machine = machine, epoch_steps: int | None = epoch_steps
         ) -> float:
-            data = "claimed" if spec.endswith(_CLAIMED) else "equal"
-            name = spec.removesuffix(_CLAIMED)
-            done = run(name, size, machine, steps, epoch_steps=epoch_steps, data=data)
+            choice = dealt(spec)
+            done = run(
+                choice.strategy, size, machine, steps, epoch_steps=epoch_steps, data=choice.data
+            )
             return done.slowest_steps_per_s
 
         besides_s = max(0.0, 1 / rates["no_sync"] - 1 / rate("no_sync"))
         for spec, measured in rates.items():
-            known = parse(spec.removesuffix(_CLAIMED))[0] in ALGORITHMS
+            known = dealt(spec).name in ALGORITHMS
             predicted = 1 / (1 / rate(spec) + besides_s) if known else None
             name = f"{spec}, {situation['network']}, {kind}"
             rows.append({"strategy": name, "measured": measured, "predicted": predicted})
@@ -148,7 +147,7 @@ def _of_kind(kind: str, rank: int, size: int, settings: dict[str, Any]) -> tuple
         usual: float = settings["step_s"] * random.Random(f"{rank}/{step}").uniform(0.97, 1.03)
         if kind == "random":
             is_late = rank in delayed_ranks(0, step, size, size // 4)
-            return usual + 0.8 * settings["step_s"] * is_late
+            return usual + (0.8 * settings["step_s"] if is_late else 0.0)
         return usual * (2 if kind == "slow rank" and rank == size - 1 else 1)
 
     return tuple(map(seconds, range(_RECORDED_STEPS)))

@@ -1,19 +1,15 @@
-"""Several algorithms on several numbers of ranks: the rows, their table and their plot."""
+"""Several algorithms on several numbers of ranks: the rows and their plot."""
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from lightning_dsgd.algorithms import make_algorithm
-from lightning_dsgd.lab import epochs
-from lightning_dsgd.lab.epochs import EQUAL
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.model import Run, run
 
@@ -25,17 +21,8 @@ def compare(
     machine: Machine,
     steps: int,
     seed: int,
-    trace: Path | None = None,
-    epoch_steps: int | None = None,
-    data: str = EQUAL,
 ) -> list[dict[str, Any]]:
-    """Returns all rows; `allreduce` is first, if present, as the others are compared to it.
-
-    With `trace`, what each rank did is written into that folder, in one of its own for each row if
-    there are several.  With `epoch_steps` all ranks stand still after so many steps; `data` says
-    how batches are dealt, to strategies whose ranks do not step together.
-    """
-    epochs.check(epoch_steps, data)
+    """Returns all rows; `allreduce` is first, if present, as the others are compared to it."""
     for spec in specs:  # before the first of them takes minutes
         for world_size in ranks:
             make_algorithm(spec).check(world_size)
@@ -47,12 +34,7 @@ def compare(
             for spec in sorted(specs, key=lambda spec: spec != "allreduce"):
                 bar.set_description_str(f"{spec}, {world_size} ranks")
                 begin_s = time.perf_counter()
-                folder = trace
-                if trace is not None and len(specs) * len(ranks) > 1:
-                    folder = trace / f"{re.sub('[^a-z0-9.]+', '_', spec.lower())}-{world_size}"
-                dealt = EQUAL if make_algorithm(spec).traits.lockstep else data
-                options = (seed, folder, bar.update, epoch_steps, dealt)
-                done = run(spec, world_size, machine, steps, *options)
+                done = run(spec, world_size, machine, steps, seed, on_step=bar.update)
                 baseline = done if spec == "allreduce" else baseline
                 rows.append(summarize(done, name, baseline))
                 took = time.perf_counter() - begin_s
@@ -78,26 +60,6 @@ def summarize(done: Run, machine: str, baseline: Run | None) -> dict[str, Any]:
         "slowest_ratio": slowest_ratio,
         "mb_sent_per_step": done.bytes_sent / 1e6,
     }
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns a table in Markdown."""
-    lines = [
-        "| algorithm | ranks | steps/s (mean of ranks) | ideal | of ideal "
-        "| x allreduce (mean of ranks) | steps/s (slowest rank) | x allreduce (slowest rank) "
-        "| MB sent per step |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        ratio, of_slowest = (
-            "" if row[name] is None else f"{row[name]:.2f}" for name in ("ratio", "slowest_ratio")
-        )
-        lines.append(
-            f"| `{row['algorithm']}` | {row['ranks']} | {row['steps_per_s']:.3f} | "
-            f"{row['ideal_steps_per_s']:.3f} | {row['of_ideal']:.0%} | {ratio} | "
-            f"{row['slowest_steps_per_s']:.3f} | {of_slowest} | {row['mb_sent_per_step']:.1f} |"
-        )
-    return "\n".join(lines)
 
 
 def plot(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
