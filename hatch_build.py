@@ -16,7 +16,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)")
 
 
 class Contents(BuildHookInterface):  # type: ignore[type-arg]
-    """For wheels."""
+    """Adds recipes and examples to a wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Has the wheel carry recipes and examples."""

@@ -230,6 +230,9 @@ def demo() -> str:
     return picture.svg()
 
 
+# ---- how it works ----
+
+
 def talks() -> str:
     """Who talks to whom in three steps on end."""
     picture = Picture(

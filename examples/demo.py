@@ -158,7 +158,7 @@ def share_of_time(jobs: Sequence[Job], baseline: Sequence[Job]) -> float:
 
 
 def show(of: dict[str, list[Job]]) -> None:
-    """The table at the end."""
+    """Prints a row for each strategy: its medians over the seeds, and its share of DDP's time."""
     heads = ("final loss", "accuracy", "seconds", f"of {BASELINE}'s time")
     print("strategy  " + "".join(f"{head:>16}" for head in heads))
     for strategy, jobs in of.items():

@@ -13,7 +13,7 @@ from typing import Final
 WINGS: Final = {
     "simulated": "runs P ranks in one process on a virtual clock",
     "mpi": "carries messages by MPI",
-    "why": "names the rank, the line and the cause where a job is stuck",
+    "why": "names the rank, the line and the cause where a job is stuck or slow",
     "lab": "measures, predicts and draws trainings",
     "sharded": "trains replicas that several ranks hold together",
     "elastic": "lets training go on where ranks are lost, join or leave",

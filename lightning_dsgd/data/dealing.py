@@ -37,7 +37,7 @@ class Dealing(ABC):
     """One rank's end of the dealing."""
 
     _name: ClassVar[str]
-    """The lane's."""
+    """What the lane is called."""
     _awaited: ClassVar[str]
     """What a training thread waits for, to be said where it waits in vain."""
 
@@ -66,7 +66,7 @@ class Dealing(ABC):
 
     @abstractmethod
     def _hear(self, sender: int, words: Words) -> None:
-        """Hears a message, under the lock."""
+        """Hears a message in the lane, and takes the lock for what both know."""
 
     @abstractmethod
     def _outgoing(self) -> list[tuple[int, Words]]:

@@ -27,13 +27,13 @@ def strategy(spec: str, others: Mapping[str, Any] | None = None) -> Any:
         others: strategies beside this package's, by name
     """
     name, options = parse(spec)
-    known = BY_UNITS | ALGORITHMS
-    if others is not None and name in others:
-        return others[name](**options)
-    kind = strategy_called(name, known)
+    others = others or {}
+    kind: Any = strategy_called(name, {**others, **BY_UNITS, **ALGORITHMS})
+    if name in others:
+        return kind(**options)
     own = {key: options.pop(key) for key in names(kind) if key in options}
-    strategy = BalancedStrategy if name in BY_UNITS else DecentralizedStrategy
-    return strategy(kind(**own), **options)
+    made = BalancedStrategy if name in BY_UNITS else DecentralizedStrategy
+    return made(kind(**own), **options)
 
 
 def communication(trainer: L.Trainer) -> dict[str, float]:

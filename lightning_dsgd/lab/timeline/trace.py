@@ -104,7 +104,7 @@ def read_folder(folder: Path) -> list[Trace]:
     if not paths:
         raise ValueError(
             f"{folder} must be a folder with files step_trace_00000.jsonl and so on, got none; "
-            "record them with StepTrace"
+            "record them with StepTrace or LoopTrace"
         )
     heads = {path: _head(path) for path in paths}
     newest = max(heads.values(), key=lambda head: float(head.get("began_unix_s", 0.0)))

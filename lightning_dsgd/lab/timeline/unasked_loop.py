@@ -91,7 +91,7 @@ class UnaskedLoop(LoopTrace):
                 recorder.close(why)
 
     def forget(self) -> None:
-        """Leaves torch as it was, in a forked child too, which has the parent's file."""
+        """Writes no more, and takes no more times; a forked child has its parent's file."""
         self._recorder = None
         while self._undo:
             self._undo.pop()()
