@@ -29,8 +29,8 @@ def check(epoch_steps: int | None, data: str, *, lockstep: bool = False) -> None
         )
     if data == CLAIMED and lockstep:
         raise ValueError(
-            f"--data {CLAIMED} needs ranks that may make different numbers of steps, got it with a "
-            f"strategy whose ranks step together; use --data {EQUAL}"
+            f"data={CLAIMED} needs ranks that may make different numbers of steps, got it with a "
+            f"strategy whose ranks step together; use data={EQUAL}"
         )
 
 

@@ -41,10 +41,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _tell(args: argparse.Namespace) -> None:
-    from lightning_dsgd.algorithms import make_algorithm  # these load torch
-    from lightning_dsgd.lab.diagnose import measured, times, words
+    from lightning_dsgd.lab.diagnose import measured, times, words  # these load torch
     from lightning_dsgd.lab.diagnose.elsewhere import LATENCY_S, elsewhere
-    from lightning_dsgd.lab.diagnose.remedies import dealt, remedies
+    from lightning_dsgd.lab.diagnose.remedies import check_asked, remedies
     from lightning_dsgd.lab.diagnose.verdict import judge
     from lightning_dsgd.lab.link import Link
 
@@ -60,8 +59,7 @@ def _tell(args: argparse.Namespace) -> None:
     if args.ranks is not None or link is not None:
         seen = elsewhere(seen, args.ranks, link)
     asked = args.strategies.split(",") if args.strategies else []
-    for spec in asked:
-        make_algorithm(dealt(spec).strategy).check(seen.num_ranks)
+    check_asked(seen, asked)
     found = judge(seen)
     gains = remedies(seen, found, asked)
     if args.json:

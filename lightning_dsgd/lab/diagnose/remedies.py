@@ -54,6 +54,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.data.units.balancing import parts_of
 from lightning_dsgd.lab import decisions
@@ -229,8 +230,7 @@ def remedies(times: Times, verdict: Verdict, asked: Sequence[str] = ()) -> list[
             paste=_how_to_get_cores(times),
         ),
     ]
-    # The ranks of fully_shard have no replica each.
-    if times.strategy == "ddp" and not times.are_processors_short:
+    if _takes_strategies(times):
         found += _strategies(times, verdict, ddp, asked)
     if verdict.cause == "lengths":
         even = times.own.mean(1, keepdim=True).expand_as(times.own)
@@ -238,6 +238,29 @@ def remedies(times: Times, verdict: Verdict, asked: Sequence[str] = ()) -> list[
     if verdict.cause in ("slow", "drift", "bursts") and verdict.ranks:
         found.append(_replaced(times, ddp, "mended", _mended(times, verdict)))
     return sorted(found, key=lambda remedy: -remedy.gain)
+
+
+def check_asked(times: Times, asked: Sequence[str]) -> None:
+    """Raises where it cannot be told what the strategies would gain of which the user asks."""
+    for spec in asked:
+        algorithm = make_algorithm(dealt(spec).strategy)
+        if algorithm.traits.sums_units:
+            raise ValueError(
+                f"--strategies must name strategies that are simulated, got {spec!r}, whose gain "
+                "--json tells of every run whose batches can be shared; leave it out"
+            )
+        algorithm.check(times.num_ranks)
+    if asked and not _takes_strategies(times):
+        got = "one whose ranks wait for processors" if times.strategy == "ddp" else times.strategy
+        raise ValueError(
+            "--strategies needs a run of DDP whose ranks have processors of their own, got "
+            f"{got}; leave --strategies out"
+        )
+
+
+def _takes_strategies(times: Times) -> bool:
+    """Returns whether a strategy can take DDP's place; a rank of fully_shard has no replica."""
+    return times.strategy == "ddp" and not times.are_processors_short
 
 
 def advised(found: list[Remedy], verdict: Verdict) -> Remedy | None:

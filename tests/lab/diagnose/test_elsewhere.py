@@ -13,6 +13,7 @@ import torch
 from lightning_dsgd.cli import main
 from lightning_dsgd.lab.diagnose import measured
 from lightning_dsgd.lab.diagnose.elsewhere import elsewhere, link_of
+from lightning_dsgd.lab.diagnose.remedies import check_asked
 from lightning_dsgd.lab.diagnose.times import Times, times_of
 from lightning_dsgd.lab.diagnose.verdict import judge
 from lightning_dsgd.lab.link import Link
@@ -171,7 +172,8 @@ REFUSED = {
     "--link fast": "--link must be a rate and maybe a latency, got 'fast'",
     "--strategies wagmas": "must be one of",
     "--strategies wagma:group_size=16": "group_size",
-    "--strategies allreduce:data=claimed": "needs ranks that may make different numbers of steps",
+    "--strategies allreduce:data=claimed": "error: data=claimed needs ranks that may make",
+    "--strategies balanced": "got 'balanced', whose gain --json tells of every run",
 }
 
 
@@ -183,6 +185,21 @@ def test_what_cannot_be_foretold_is_refused(
         main(["diagnose", str(folder), *options.split()])
     assert end.value.code == 2
     assert REFUSED[options] in capsys.readouterr().err
+
+
+def test_a_strategy_cannot_take_the_place_of_shards_or_of_ranks_without_processors() -> None:
+    def waits(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
+        own.short = 50e-3
+
+    short = times_of(made.traces(waits, steps=60))
+    ours = times_of(made.traces(made.none, steps=60))
+    check_asked(ours, ["popsgd"])
+    check_asked(short, [])
+    abouts = tuple({**about, "strategy": "fully_shard"} for about in ours.abouts)
+    sharded = replace(ours, abouts=abouts)
+    for seen, got in (short, "got one whose ranks wait for processors"), (sharded, "fully_shard"):
+        with pytest.raises(ValueError, match=f"needs a run of DDP whose.*{got}; leave"):
+            check_asked(seen, ["popsgd"])
 
 
 def test_a_launcher_and_a_link_exclude_each_other(
