@@ -53,6 +53,28 @@ def test_the_rank_and_its_line_are_named(
     assert all(f"why: {line}" in job.said for line in job.verdict["lines"])
 
 
+SHARDED = cases(
+    "fsdp, stops, purpose",
+    now=[("2", "backward", "FSDP, gradients")],
+    later=[
+        ("2", "forward", "FSDP, weights"),
+        ("1", "backward", "FSDP, gradients"),
+    ],
+)
+
+
+@SHARDED
+@pytest.mark.timeout(300)
+def test_the_others_wait_in_a_collective_of_fsdp(
+    fsdp: str, stops: str, purpose: str, tmp_path: Path
+) -> None:
+    job = forked(tmp_path / "run", "fully_sharded", 2, FSDP=fsdp, STOPS=stops)
+    assert (job.verdict["cause"], job.verdict["culprits"]) == (MISSING, [1]), job.said
+    assert f"({purpose})" in job.verdict["lines"][0]
+    assert place("fully_sharded", "culprit") in job.said
+    assert place("fully_sharded", "others") in job.said
+
+
 @pytest.mark.exhaustive
 def test_a_rank_that_was_never_started_is_named(tmp_path: Path) -> None:
     job = forked(tmp_path / "run", "too_few_started", 3, STARTED_RANKS="2")
