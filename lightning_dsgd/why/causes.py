@@ -65,7 +65,7 @@ _BY_CAUSE: Final = {
     "left": Cause(
         "fewer batches than the others have, or a `break` or `return` that others do not reach",
         "DistributedSampler or drop_last=True; `with Join([model]):` in plain PyTorch; or a "
-        'strategy that takes unequal batches, strategy="balanced"',
+        'strategy that lets ranks have different numbers of batches, strategy="wagma"',
     ),
     "killed": Cause(
         "the kernel's OOM killer, or a scheduler that takes the node back",

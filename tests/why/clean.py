@@ -29,6 +29,8 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -265,6 +267,20 @@ def ddp_with_unused_parameters(_: Path) -> None:
 
 
 @kind
+def fsdp_with_a_long_validation_on_rank_0(_: Path) -> None:
+    joined()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layers = [torch.nn.Linear(8, 8) for _ in range(3)]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    model = fully_shard(torch.nn.Sequential(*layers), mesh=mesh)
+    before = on_rank_0(10, lambda: compute(LONG_S))
+    for step in range(20):
+        before(step)
+        model(torch.ones(2, 8)).sum().backward()
+
+
+@kind
 def groups_of_two_kinds(_: Path) -> None:
     rank, size = joined(), dist.get_world_size()
     groups = [dist.new_group([0, 1]), dist.new_group(range(size))]
@@ -349,7 +365,7 @@ class ComputesLongOnRank0(pl.Callback):
             compute(LONG_S)
 
 
-def fit(folder: Path, strategy: Any = "ddp", **options: Any) -> None:
+def fit(folder: Path, strategy: Any = "ddp", model: Model | None = None, **options: Any) -> None:
     given = {"max_epochs": 1, "limit_train_batches": 20, "limit_val_batches": 2} | options
     pl.Trainer(
         strategy=strategy,
@@ -360,7 +376,7 @@ def fit(folder: Path, strategy: Any = "ddp", **options: Any) -> None:
         enable_model_summary=False,
         default_root_dir=folder,
         **given,
-    ).fit(Model())
+    ).fit(model or Model())
 
 
 @kind
@@ -393,6 +409,33 @@ def local_sgd(folder: Path) -> None:
 @kind
 def balanced(folder: Path) -> None:
     fit(folder, "balanced")
+
+
+class OneDataSet(Model):
+    """Rank 0 has twice as many batches, drawn from a data set that all ranks have."""
+
+    def train_dataloader(self) -> Any:
+        rows = [*torch.ones(40, 32)]
+        mine = range(20) if os.environ["RANK"] == "0" else range(20, 30)
+        return DataLoader(rows, batch_size=1, sampler=[*mine])
+
+
+class OwnData(Model):
+    """Rank 0 has twice as many batches, of its own data."""
+
+    def train_dataloader(self) -> Any:
+        num_rows = 20 if os.environ["RANK"] == "0" else 10
+        return DataLoader([*torch.ones(num_rows, 32)], batch_size=1)
+
+
+@kind
+def balanced_with_uneven_samplers(folder: Path) -> None:
+    fit(folder, "balanced", OneDataSet(), use_distributed_sampler=False)
+
+
+@kind
+def wagma_with_uneven_loaders(folder: Path) -> None:
+    fit(folder, "wagma", OwnData(), use_distributed_sampler=False)
 
 
 @kind

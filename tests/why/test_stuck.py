@@ -26,7 +26,7 @@ LATER = [
     ("unused_branch", 2, RAISED, [1], "", "find_unused_parameters"),
     ("log_on_one_rank", 3, DISAGREE, [1], "all_reduce", "depends on the rank"),
     ("save_on_rank_zero", 3, DISAGREE, [0], "broadcast", "depends on the rank"),
-    ("sigterm_to_one_rank", 3, LEFT, [1], "", "fewer batches"),
+    ("sigterm_to_one_rank", 3, LEFT, [1], "", 'strategy="wagma"'),
 ]
 
 
