@@ -1,4 +1,4 @@
-"""Jobs of a real SLURM, on a cluster of two nodes: `make test-slurm`."""
+"""Jobs of a real SLURM, on a cluster of three nodes: `make test-slurm`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from tests.slurm.cluster import Cluster, impossible, until
 from tests.support.mpi import ROOT
+from tests.why.jobs import SCRIPTS, place
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -235,3 +236,37 @@ def test_a_rank_says_which_name_does_not_resolve(cluster: Cluster, tmp_path: Pat
     status, said = cluster.ended("srun", *on_two, *command, cwd=tmp_path)
     assert status
     assert re.search(r"must resolve on n2, got 'n1' from SLURM_STEP_NODELIST=n\[1-2\]", said), said
+
+
+WHY = "lightning-dsgd why --end -- srun python train.py"
+"""The command of the page."""
+
+
+def test_why_names_the_rank_and_the_line_of_a_job_of_two_nodes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    assert f"\n{WHY} " in (ROOT / "docs/stuck.md").read_text()
+    script = (SCRIPTS / "log_on_one_rank.py").read_text()
+    (tmp_path / "train.py").write_text(script.replace("devices=3", "devices=1, num_nodes=2"))
+    file = tmp_path / "job.sbatch"
+    file.write_text(f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1\n{WHY}\n")
+    job = cluster.await_job(cluster.submit(file.name, cwd=tmp_path), "FAILED")
+    said = Path(job["StdOut"]).read_text()
+    assert job["ExitCode"] == "1:0"
+    assert "why: stuck: rank 1 entered " in said, said
+    for rank, who in (1, "culprit"), (0, "others"):
+        at = place("log_on_one_rank", who).replace("log_on_one_rank", "train")
+        assert re.search(rf"why:   rank {rank}: (is at|waits in) {at} in ", said), said
+    assert "why: ending the job, as --end says" in said
+
+
+def test_why_ends_an_srun_of_the_head_and_its_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1"]
+    script = [str(SCRIPTS / "started_by_others.py"), str(tmp_path / "store")]
+    command = ["why", "--end", "--stuck-after", "4", "--", *srun, "python", *script]
+    status, said = cluster.ended("lightning-dsgd", *command, cwd=tmp_path)
+    assert status == 1, said
+    assert "why: stuck: rank 1 never entered " in said, said
+    assert f"why:   rank 1: is at {place('started_by_others', 'culprit')} in " in said, said
+    assert f"why:   rank 0: waits in {place('started_by_others', 'others')} in " in said, said
+    until(lambda: not cluster.run("squeue", "--noheader", "--steps", cwd=tmp_path), "the step ends")
