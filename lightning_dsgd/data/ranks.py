@@ -13,10 +13,6 @@ T = TypeVar("T")
 class Ranks(Protocol):
     """The ranks that train: they end with a lost one, or go on without it."""
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The numbers of the ranks that are there."""
-
     def together(self, call: Callable[[], T], adopt: Callable[[], None] | None = None) -> T:
         """Returns what `call` returns, which all ranks call; see `session.ranks`."""
 
@@ -34,3 +30,10 @@ class Session(Protocol):
     @property
     def meetings(self) -> Transport:
         """The network on which all ranks meet."""
+
+
+def step_of(ranks: Ranks, call: Callable[[], T]) -> T:
+    """Returns what a step of this rank returns, which is made again after a loss."""
+    made: list[T] = []
+    ranks.step(lambda: made.append(call()), again=True)
+    return made[-1]

@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lightning_dsgd.data.claims.claiming import Claiming, Saved
-from lightning_dsgd.data.claims.loaders import ClaimedLoader
+from lightning_dsgd.data.claims.loaders import ClaimedLoader, notice_of_stream
 from lightning_dsgd.data.loaders import has_indices, sampler_of, twin
+from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.under_way import Training
 
 _log: Final = logging.getLogger("lightning_dsgd")
-_KEY: Final = "lightning_dsgd_claims"
 
 T = TypeVar("T")
 
@@ -66,13 +66,10 @@ class LoopClaiming(Claiming):
         inner = getattr(loader, "_dataloader", loader)
         if not has_indices(inner):
             if self._session.ranks.is_first:
-                _log.warning(
-                    'data="claimed" leaves %s as it is: only the batches of a DataLoader of a '
-                    "dataset with indices can be claimed; each rank reads what its own gives",
-                    type(inner).__name__,
-                )
+                _log.warning(notice_of_stream(inner))
             return loader
         if loader not in self._stand_ins:
+            # Of a twin: a stand-in of the loader itself would keep its own key alive.
             stand_in: Any = ClaimedLoader(twin(inner, sampler_of(inner)), self, self._begin)
             if inner is not loader:
                 outer: Any = copy.copy(loader)
@@ -135,11 +132,11 @@ class LoopClaiming(Claiming):
             before = self._batches_before + self._is_over * self.nominal(self.num_batches)
             counts = [self._number, int(self._is_over), before, self._seed or 0]
             saved: LoopSaved = {**self.state(), "counts": counts}
-            checkpoint[_KEY] = saved
+            checkpoint[record.CLAIMS] = saved
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Goes on with the claims in a checkpoint, and removes them from it."""
-        state: LoopSaved | None = checkpoint.pop(_KEY, None)
+        state: LoopSaved | None = checkpoint.pop(record.CLAIMS, None)
         if state is not None:
             self._number, is_over, self._batches_before, self._seed = state["counts"]
             self._is_over, self._goes_on = bool(is_over), not is_over

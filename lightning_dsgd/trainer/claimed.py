@@ -37,7 +37,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dsgd.data.claims.claiming import Claiming, Saved
 from lightning_dsgd.data.claims.claims import NONE
-from lightning_dsgd.data.claims.loaders import ClaimedLoader
+from lightning_dsgd.data.claims.loaders import ClaimedLoader, notice_of_stream
 from lightning_dsgd.data.loaders import has_indices
 from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.session.phases import Phase
@@ -82,10 +82,6 @@ class TrainerClaiming(Claiming):
         self._steps_before = self._batches_before = 0
         """How many nominal steps and batches the epochs before had."""
 
-    def make_epochs(self, begin: Callable[[], None]) -> ClaimedEpochs:
-        """Takes over the Trainer's loops; `begin` is called once it knows its batches."""
-        return ClaimedEpochs(self._session, self._trainer, begin, self)
-
     # ---- loaders ----
 
     def take(self, loader: Any) -> Any:
@@ -94,10 +90,7 @@ class TrainerClaiming(Claiming):
             return ClaimedLoader(loader, self, self._begin_epoch)
         if not self._is_told:
             self._is_told = True
-            rank_zero_info(
-                f'data="claimed" leaves {type(loader).__name__} as it is: only the batches of a '
-                "DataLoader of a dataset with indices can be claimed; each rank reads its own share"
-            )
+            rank_zero_info(notice_of_stream(loader))
         return loader
 
     @property

@@ -54,7 +54,7 @@ from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.trainer import claimed, joint, refusals, seams
 from lightning_dsgd.trainer.arguments import TrainerOptions
 from lightning_dsgd.trainer.checkpoints import CheckpointsMixin
-from lightning_dsgd.trainer.claimed import TrainerClaiming
+from lightning_dsgd.trainer.claimed import ClaimedEpochs, TrainerClaiming
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.collectives import CollectivesMixin
 from lightning_dsgd.trainer.joint import JointEpochs
@@ -196,7 +196,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         if self._claiming is None:
             epochs = JointEpochs(self.session, trainer, begin)
         else:
-            epochs = self._claiming.make_epochs(begin)
+            epochs = ClaimedEpochs(self.session, trainer, begin, self._claiming)
             if is_there:
                 self._claiming.open(net.sub("claims"))
         clock = Clock(trainer, agreed, lambda: epochs.are_apart)

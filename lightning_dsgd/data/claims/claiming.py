@@ -13,27 +13,23 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, TypedDict, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
 from lightning_dsgd.data.claims.claims import NONE, Claims, Epoch
 from lightning_dsgd.data.claims.dealing import ClaimDealing
-from lightning_dsgd.data.ranks import Session
+from lightning_dsgd.data.ranks import Session, step_of
 from lightning_dsgd.transport import Transport
-
-_ENDED: Final = Epoch()
-
-T = TypeVar("T")
 
 
 class Draws(Protocol):
     """A loader that draws its batches beforehand."""
 
     def draw(self, seed: int) -> Sequence[object]:
-        """Draws the batches of an epoch, the same on all ranks whose samplers are the same."""
+        """Returns the indices of an epoch's batches, the same on all ranks with alike samplers."""
 
 
 class Saved(TypedDict):
@@ -44,7 +40,7 @@ class Saved(TypedDict):
 
 
 class Claiming(ABC):
-    """What one rank trains on, batch by batch, in one training.
+    """Leads one rank, batch by batch, through the epochs of one training.
 
     Attributes:
         num_ranks: the number of ranks by which nominal lengths count; it stays the same
@@ -65,7 +61,7 @@ class Claiming(ABC):
         self.num_batches = 0
         self.portion_size = 1
         self.cycles = True
-        self._epoch = _ENDED
+        self._epoch = Epoch()
         self._at = (NONE, NONE)  # the batch in hand: its position, and its number in the portion
         self._dealing: ClaimDealing | None = None
 
@@ -89,12 +85,6 @@ class Claiming(ABC):
         """This rank's end of the claims."""
         assert self._dealing is not None, "claims are open while a training is"
         return self._dealing
-
-    def _step(self, call: Callable[[], T]) -> T:
-        """Returns what a step of this rank returns, made again where the view changes."""
-        made: list[T] = []
-        self._session.ranks.step(lambda: made.append(call()), again=True)
-        return made[-1]
 
     # ---- an epoch ----
 
@@ -129,7 +119,7 @@ class Claiming(ABC):
         num_portions = -(-self.num_batches // portion_size)
         checksum = zlib.crc32(repr(drawn).encode())
         self._epoch = Epoch(number, num_portions, checksum)
-        self._step(lambda: self.dealing.begin_epoch(self._epoch))
+        step_of(self._session.ranks, lambda: self.dealing.begin_epoch(self._epoch))
 
     def next_portion(self) -> int:
         """Returns the portion that this rank trains on next, for which it may wait; or NONE."""
@@ -143,11 +133,12 @@ class Claiming(ABC):
 
     def secure(self, position: int, *, is_urgent: bool) -> bool:
         """Claims until there is a portion at a position; see `ClaimDealing.secure`."""
-        return self._step(lambda: self.dealing.secure(position, is_urgent=is_urgent))
+        ranks = self._session.ranks
+        return step_of(ranks, lambda: self.dealing.secure(position, is_urgent=is_urgent))
 
     def begin(self, position: int, number: int) -> bool:
         """Begins a batch of a portion, unless that was given back."""
-        has_begun = self._step(lambda: self.dealing.begin(position))
+        has_begun = step_of(self._session.ranks, lambda: self.dealing.begin(position))
         if has_begun:
             self._at = position, number
         return has_begun
@@ -176,8 +167,7 @@ class Claiming(ABC):
         position, number = self._at
         if position == NONE:
             return True
-        left = self.num_batches - self.portion * self.portion_size
-        return number + 1 == min(self.portion_size, left)
+        return number + 1 == len(self.places(self.portion))
 
     def nominal(self, num_batches: int) -> int:
         """Returns how many batches each rank has of so many, if all have as many."""

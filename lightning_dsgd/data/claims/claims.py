@@ -236,7 +236,7 @@ class Claims:
 
     def report(self) -> Report:
         """Returns what this member tells the others."""
-        ahead = [u for u in self.order[self.num_begun :] if u != NONE]
+        ahead = [each for each in self.order[self.num_begun :] if each != NONE]
         begun = [self._current] if self._current != NONE else []
         return Report(self.epoch, sorted(self.trained), begun, ahead)
 

@@ -24,7 +24,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_dsgd.data.claims.claiming import Claiming
 from lightning_dsgd.data.claims.claims import NONE
-from lightning_dsgd.data.loaders import StandIn, load_more, sampler_of, twin
+from lightning_dsgd.data.loaders import StandIn, described, load_more, sampler_of, twin
 
 
 class Handed(NamedTuple):
@@ -128,7 +128,12 @@ class ClaimedLoader(StandIn):
         return self._claiming.nominal(len(sampler_of(self.source)))
 
     def draw(self, seed: int) -> Sequence[object]:
-        """Draws the batches of an epoch, the same on all ranks whose samplers are the same."""
+        """Returns the indices of an epoch's batches, the same on all ranks with alike samplers.
+
+        Args:
+            seed: of torch's, Python's and NumPy's global generators, for samplers that draw from
+                these; afterwards they are as before
+        """
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()
         try:
             torch.default_generator.manual_seed(seed)
@@ -151,13 +156,14 @@ class ClaimedLoader(StandIn):
         while sampler.has_next():
             if batches is None:
                 batches = iter(self._twin_of_source())  # workers begin to load ahead
-            if not sampler.handed and self.source.num_workers:
-                load_more(batches)
-            elif not sampler.handed:
-                with contextlib.suppress(StopIteration):  # as a portion was given back just now
-                    loaded.append(next(batches))
             if not sampler.handed:
-                continue
+                if self.source.num_workers:
+                    load_more(batches)
+                else:
+                    with contextlib.suppress(StopIteration):  # a portion was given back just now
+                        loaded.append(next(batches))
+                if not sampler.handed:
+                    continue
             handed = sampler.take()
             batch = None
             if handed.indices is not None:
@@ -170,6 +176,14 @@ class ClaimedLoader(StandIn):
         if self._twin is None:
             self._twin = twin(self.source, self._sampler)
         return self._twin
+
+
+def notice_of_stream(loader: Any) -> str:
+    """Returns what a user is told of a loader whose batches nobody can claim."""
+    return (
+        f'data="claimed" leaves {described(loader)} as it is: only the batches of a DataLoader of '
+        "a dataset with indices can be claimed; each rank reads what its own loader gives"
+    )
 
 
 def check(loader: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_dsgd.data.ranks import Ranks
+from lightning_dsgd.data.ranks import Ranks, step_of
 from lightning_dsgd.data.units import losses
 from lightning_dsgd.data.units.dealing import UnitDealing
 from lightning_dsgd.data.units.loaders import UnitLoader
@@ -228,9 +228,7 @@ class Balancing:
 
     def _taken_up(self, *, waits: bool) -> int:
         """Begins a unit and returns it; NONE if there is none: see `UnitDealing.take`."""
-        units: list[int] = []
-        self._ranks.step(lambda: units.append(self._dealing.take(waits=waits)), again=True)
-        return units[-1]
+        return step_of(self._ranks, lambda: self._dealing.take(waits=waits))
 
     def batch(self) -> Any:
         """Returns the batch of the unit in hand."""
@@ -257,10 +255,9 @@ class Balancing:
             scale: what its gradient is multiplied by
         """
         enter = partial(self._sums.add_unit, self._step, self.unit, scale)
-        answers: list[bool] = []
-        self._ranks.step(lambda: answers.append(self._dealing.finish(enter)), again=True)
+        has_entered = step_of(self._ranks, lambda: self._dealing.finish(enter))
         self.unit = NONE
-        return answers[-1]
+        return has_entered
 
     def finish_without_gradient(self) -> bool:
         """Has a unit in hand, if there is one, enter the sum with no gradient; see `finish`.

@@ -54,7 +54,7 @@ class UnitLoader:
             elif home not in drawn:
                 with torch.random.fork_rng([]):
                     torch.set_rng_state(chance)  # from which that rank's sampler would draw
-                    drawn[home] = self._draw(_sampler_of(self.source, home))
+                    drawn[home] = self._draw(_sampler_on(home, self.source))
             return drawn[home]
 
         return draw
@@ -72,8 +72,7 @@ class UnitLoader:
         """Begins to load an epoch's units."""
         self._loaded.clear()
         self._step = -1
-        is_ahead = self.source.num_workers > 0
-        self._order.begin_epoch(plan, self._rank, 2 * self._depth if is_ahead else 0)
+        self._order.begin_epoch(plan, self._rank, 2 * self._depth)
         self._batches = iter(self._twin)
 
     def begin_step(self, step: int, units: list[Unit]) -> None:
@@ -194,7 +193,7 @@ def _inner(loader: Any) -> Any:
     return next(found, None)
 
 
-def _sampler_of(loader: Any, home: int) -> Any:
+def _sampler_on(home: int, loader: Any) -> Any:
     """Returns the sampler that a loader would have on another rank."""
     outer, inner = copy.copy(sampler_of(loader)), copy.copy(_inner(loader))
     inner.rank = home
