@@ -2,7 +2,7 @@
 
 views        all members of a view name the same members; a rank's views only follow each other;
 more than half of the members of the view before have gone on, or left
-samples      every unit of data was trained on in each epoch; again only if whoever had trained
+samples      every portion was trained on in each epoch; again only if whoever had trained
 on it first was lost
 waits        nobody waited for ever, no change of a view took longer than it may, and no newcomer
 waited for half as long to be let in
@@ -41,7 +41,7 @@ class Process:
         begin_s: when it began
         states: from when on it was in which state, in the view of which number
         views: the views that it has entered: when, the number, the members, a digest of the weights
-        trained: the epoch and the unit of each batch that it has trained on
+        trained: the epoch and the number of each portion that it has trained on
         struck_s: when something happened to it of which it may be lost; None: nothing did
         end_s: when it ended
         how: FINISHED, LEFT, or what it ended with
@@ -72,11 +72,11 @@ class Record:
     Args:
         events: what went wrong, and the ranks that it befell
         processes: all that there were
-        num_units: of an epoch
+        num_portions: of an epoch
         longest_s: how long a change of a view may take
     """
 
-    num_units: int
+    num_portions: int
     longest_s: float
     events: list[tuple[Event, tuple[int, ...]]] = field(default_factory=list)
     processes: dict[int, Process] = field(default_factory=dict)
@@ -120,13 +120,13 @@ def _samples(record: Record) -> Iterator[str]:
         for made in process.trained:
             trained[made].append(process.rank)
     for epoch in range(record.num_epochs):
-        never = [unit for unit in range(record.num_units) if (epoch, unit) not in trained]
+        never = [each for each in range(record.num_portions) if (epoch, each) not in trained]
         if never:
             yield f"epoch {epoch}: nobody trained on {never}"
-    for (epoch, unit), ranks in sorted(trained.items()):
+    for (epoch, portion), ranks in sorted(trained.items()):
         stayed = [rank for rank in ranks if record.processes[rank].how in (FINISHED, LEFT)]
         if len(stayed) > 1:
-            yield f"epoch {epoch}: ranks {stayed} all trained on {unit}"
+            yield f"epoch {epoch}: ranks {stayed} all trained on {portion}"
 
 
 def _waits(record: Record) -> Iterator[str]:

@@ -51,7 +51,7 @@ AWAY_S: Final = 5.0
 _LATENCY_S: Final = 0.02
 _TIMEOUT_S: Final = 300.0
 _JOIN_WITHIN_S: Final = 120.0
-_UNITS_PER_RANK: Final = 6
+_PORTIONS_PER_RANK: Final = 6
 _BATCH, _EPOCH_END = 0, 1
 
 
@@ -175,7 +175,7 @@ class Member:
 
     def train_epoch(self) -> bool:
         """Trains in one epoch until nothing is left of it; returns whether another follows."""
-        epoch = Epoch(self.epoch, self.job.record.num_units, 0)
+        epoch = Epoch(self.epoch, self.job.record.num_portions, 0)
         self.do(lambda: self.claims.begin_epoch(epoch))
         while True:
             position = self.claims.num_begun
@@ -190,11 +190,11 @@ class Member:
                 return not is_over
 
     def secure(self, position: int) -> bool:
-        """Claims a unit in whatever view this rank is; returns whether there is one."""
+        """Claims a portion in whatever view this rank is; returns whether there is one."""
         return self.claims.secure(position, is_urgent=True)
 
     def begin(self, position: int) -> bool:
-        """Begins a unit in whatever view this rank is, unless it was given back."""
+        """Begins a portion in whatever view this rank is, unless it was given back."""
         return self.claims.begin(position)
 
     def do(self, call: Callable[[], Any]) -> Any:
@@ -204,21 +204,21 @@ class Member:
         return made[-1]
 
     def train(self, position: int) -> None:
-        """Makes a step on a unit."""
-        unit = self.claims.portion(position)
-        if unit == NONE:  # it went back to the others while this rank met them
+        """Makes a step on a portion."""
+        portion = self.claims.portion(position)
+        if portion == NONE:  # it went back to the others while this rank met them
             return
         self.net.compute(STEP_S * self.chance.uniform(0.8, 1.2))
-        goal = torch.sin(torch.arange(64.0) * (1 + unit))
+        goal = torch.sin(torch.arange(64.0) * (1 + portion))
         self.module.x.grad = self.module.x.detach() - goal
         self.calls.step(lambda: self.replica.before_update(self.optimizer), again=True)
         self.optimizer.step()
         self.calls.step(lambda: self.replica.after_update(self.optimizer), again=False)
-        self.process.trained.append((self.epoch, unit))
+        self.process.trained.append((self.epoch, portion))
         self.claims.end()
 
     def count_left(self) -> list[int]:
-        """Returns how many units nobody has, and whether the time is up, the same on all."""
+        """Returns how many portions nobody has, and whether the time is up, the same on all."""
         mine = torch.tensor([self.claims.num_free(), int(self.net.now() > self.job.end_s)])
         left, is_over = self.calls.view.sub("left").all_reduce(mine).wait().tolist()
         return [left, is_over]
@@ -394,7 +394,7 @@ def _lose(rank: int, job: Job, faults: SurvivableFaults) -> None:
 def play(seed: int, terms: Terms, events: list[Event], strategy: str) -> Record:
     """Plays a schedule, and returns what became of the job."""
     limit_s = 20 * terms.heartbeat_s / 2
-    record = Record(_UNITS_PER_RANK * terms.ranks, limit_s + terms.heartbeat_s)
+    record = Record(_PORTIONS_PER_RANK * terms.ranks, limit_s + terms.heartbeat_s)
     job = Job(strategy, seed, terms.seconds, record, list(range(terms.ranks)))
     world = SurvivingWorld(
         terms.ranks,
