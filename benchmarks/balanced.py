@@ -2,6 +2,7 @@
 
     python benchmarks/balanced.py                 # real: 4 processes, about ten minutes
     python benchmarks/balanced.py --virtual       # in virtual time: 4, 8 and 16 ranks
+    python benchmarks/balanced.py --workers 2     # with workers of the loaders, beside none
 
 Both accumulate `k` micro-batches for a step, with the same rate, data and optimizer.  A micro-batch
 is a small network's forward and backward pass and a sleep; with k = 4 it takes 80 ms, with 8 40 ms.
@@ -13,6 +14,9 @@ is a small network's forward and backward pass and a sleep; with k = 4 it takes 
 
 Real cells: `ddp` and `balanced` alternate in the same processes, situation by situation, and a
 ratio is one of two fits that follow each other.  The first two steps of a fit are not timed.
+
+With --workers `balanced` alternates with itself: without workers and with so many for each rank,
+which load micro-batches ahead.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from lightning_dsgd.lab.results import provenance, write_result
 
 SITUATIONS = ("alike", "slow", "late", "stalls")
 NAMES = ("ddp", "balanced")
+WITH_WORKERS = "balanced with workers"
 UNIT_S = {4: 0.08, 8: 0.04}
 LATE = 0.8
 WARM_UP = 2
@@ -182,12 +187,13 @@ def rank_main(settings: dict[str, Any]) -> None:
             return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
     def fit(name: str, situation: str, k: int, seed: int) -> dict[str, Any]:
+        num_workers = settings["workers"] if name == WITH_WORKERS else 0
         draw = torch.Generator().manual_seed(seed)
         x = torch.randn(8 * num_ranks * k * num_steps, 32, generator=draw)
         data = TensorDataset(x, x.square().sum(1).sqrt())
         model = Model(Pace(situation, num_ranks, num_steps, seed), UNIT_S[k], k)
         L.Trainer(
-            strategy=name,
+            strategy=name.split()[0],
             accelerator="cpu",
             devices=num_ranks,
             max_epochs=1,
@@ -196,7 +202,7 @@ def rank_main(settings: dict[str, Any]) -> None:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-        ).fit(model, DataLoader(data, batch_size=8))
+        ).fit(model, DataLoader(data, batch_size=8, num_workers=num_workers))
         with torch.no_grad():
             loss = nn.functional.mse_loss(model.net(x[:2048]).squeeze(-1), data.tensors[1][:2048])
         times = model.times
@@ -211,8 +217,8 @@ def rank_main(settings: dict[str, Any]) -> None:
     lines = []
     for seed in range(settings["rounds"]):
         for k in UNIT_S:
-            for situation in SITUATIONS:
-                names = NAMES if seed % 2 == 0 else NAMES[::-1]
+            for situation in settings["situations"]:
+                names = settings["names"] if seed % 2 == 0 else settings["names"][::-1]
                 for name in names:
                     found = fit(name, situation, k, seed)
                     cell = {"strategy": name, "situation": situation, "k": k, "round": seed}
@@ -220,13 +226,17 @@ def rank_main(settings: dict[str, Any]) -> None:
                     file.write_text("\n".join(lines))
 
 
-def real(path: Path, num_ranks: int, rounds: int, steps: int) -> None:
+def real(path: Path, args: argparse.Namespace) -> None:
+    names = ("balanced", WITH_WORKERS) if args.workers else NAMES
+    situations = ("slow",) if args.workers else SITUATIONS
+    counts = {"ranks": args.ranks, "steps": args.steps, "workers": args.workers}
     with tempfile.TemporaryDirectory() as folder:
-        settings = json.dumps({"steps": steps, "rounds": rounds, "folder": folder})
+        rank_settings = {**counts, "rounds": args.rounds, "names": names, "situations": situations}
+        settings = json.dumps({**rank_settings, "folder": folder})
         subprocess.run(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node", str(num_ranks), __file__, "--as-rank", settings),
+                *("--nproc-per-node", str(args.ranks), __file__, "--as-rank", settings),
             ],
             check=True,
         )
@@ -245,35 +255,36 @@ def real(path: Path, num_ranks: int, rounds: int, steps: int) -> None:
                 "units": [e["units"] for e in ranks],
             }
         )
-    rows = summary(cells)
+    rows = summary(cells, *names)
     for row in rows:
         print(row)
-    told = {"hyperparameters": in_force(["balanced"], [num_ranks])}
-    settings_in_force = {"ranks": num_ranks, "steps": steps, "unit_s": UNIT_S, "lr": 3e-3}
+    told = {"hyperparameters": in_force(["balanced"], [args.ranks])}
+    settings_in_force = {**counts, "unit_s": UNIT_S, "lr": 3e-3}
     write_result({**provenance(), **told, **settings_in_force, "rows": rows, "cells": cells}, path)
 
 
-def summary(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(cells: list[dict[str, Any]], first: str, second: str) -> list[dict[str, Any]]:
     """The median of the ratios of each pair, and how far the final losses are apart."""
+    one, other = first.replace(" ", "_"), second.replace(" ", "_")
     rows = []
     for k in UNIT_S:
         for situation in SITUATIONS:
             mine = [c for c in cells if (c["k"], c["situation"]) == (k, situation)]
             if not mine:
                 continue
-            ours, ddp = (
+            base, ours = (
                 {cell["round"]: cell for cell in mine if cell["strategy"] == name}
-                for name in NAMES[::-1]
+                for name in (first, second)
             )
-            ratios = [ours[r]["seconds"] / ddp[r]["seconds"] for r in sorted(ours)]
-            apart = [abs(ours[r]["loss"] / ddp[r]["loss"] - 1) for r in ours]
+            ratios = [ours[r]["seconds"] / base[r]["seconds"] for r in sorted(ours)]
+            apart = [abs(ours[r]["loss"] / base[r]["loss"] - 1) for r in ours]
             rows.append(
                 {
                     "k": k,
                     "situation": situation,
-                    "ddp_s": round(statistics.median(c["seconds"] for c in ddp.values()), 2),
-                    "balanced_s": round(statistics.median(c["seconds"] for c in ours.values()), 2),
-                    "share_of_ddp": round(statistics.median(ratios), 3),
+                    f"{one}_s": round(statistics.median(c["seconds"] for c in base.values()), 2),
+                    f"{other}_s": round(statistics.median(c["seconds"] for c in ours.values()), 2),
+                    f"share_of_{one}": round(statistics.median(ratios), 3),
                     "least": round(min(ratios), 3),
                     "most": round(max(ratios), 3),
                     "loss_apart": float(f"{max(apart):.1e}"),
@@ -289,6 +300,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=0, help="of each rank's loader")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--as-rank", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -298,7 +310,7 @@ def main() -> None:
     elif args.virtual:
         in_virtual_time(args.output or folder / "virtual.json")
     else:
-        real(args.output or folder / "real.json", args.ranks, args.rounds, args.steps)
+        real(args.output or folder / ("workers.json" if args.workers else "real.json"), args)
 
 
 if __name__ == "__main__":
