@@ -50,6 +50,15 @@ def twin(loader: Any, sampler: Iterable[object]) -> Any:
     return other
 
 
+def end_workers(other: Any) -> None:
+    """Ends the workers of a twin that live on from epoch to epoch.
+
+    Else they would end where the interpreter finds that nobody needs them, in any thread, which
+    then waits some seconds for each.
+    """
+    other._iterator = None
+
+
 def load_more(batches: Any) -> None:
     """Has workers load one more batch; what a loader's `iter` has returned knows them."""
     if not hasattr(batches, "_try_put_index"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
@@ -309,3 +311,28 @@ def fit_with_both_packages() -> tuple[Tensor, Tensor]:
 def test_pytorch_lightning_trains_like_lightning() -> None:
     for theirs, ours in run(2, fit_with_both_packages):
         assert torch.equal(theirs, ours)
+
+
+# ---- workers of loaders ----
+SHARES: dict[str, tuple[str, dict[str, Any]]] = {
+    "units": ("balanced", {}),
+    "claims": ("wagma", {"data": "claimed"}),
+}
+
+
+def fit_with_workers(shares: str, persistent: bool) -> int:
+    name, options = SHARES[shares]
+    train = {"num_workers": 1, "persistent_workers": persistent, "multiprocessing_context": "fork"}
+    gc.collect()
+    gc.disable()  # which would end what is left, at any time and in any thread
+    try:
+        fit(name, Plain, train, max_epochs=2, options=options)
+        return len(multiprocessing.active_children())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["each epoch", "persistent"])
+@pytest.mark.parametrize("shares", SHARES)
+def test_workers_end_with_the_training(shares: str, persistent: bool) -> None:
+    assert run(2, fit_with_workers, shares, persistent) == [0, 0]

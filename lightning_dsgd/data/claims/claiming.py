@@ -15,6 +15,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol, TypedDict
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ class Draws(Protocol):
 
     def draw(self, seed: int) -> Sequence[object]:
         """Returns the indices of an epoch's batches, the same on all ranks with alike samplers."""
+
+    def close(self) -> None:
+        """Ends workers that live on from epoch to epoch."""
 
 
 class Saved(TypedDict):
@@ -64,6 +68,7 @@ class Claiming(ABC):
         self._epoch = Epoch()
         self._at = (NONE, NONE)  # the batch in hand: its position, and its number in the portion
         self._dealing: ClaimDealing | None = None
+        self._loaders: WeakSet[Draws] = WeakSet()
 
     # ---- the network ----
 
@@ -76,7 +81,9 @@ class Claiming(ABC):
             self._dealing = ClaimDealing(net, claims)
 
     def close(self) -> None:
-        """Ends the lane."""
+        """Ends the lane, and the workers of the loaders."""
+        for loader in self._loaders:
+            loader.close()
         if self._dealing is not None:
             self._dealing.close()
 
@@ -110,6 +117,7 @@ class Claiming(ABC):
             limit: the most batches that the epoch may have
             portion_size: how many batches are claimed together
         """
+        self._loaders.update(loaders)
         if self._epoch.number == number:
             return
         drawn = [loader.draw(seed + number) for loader in loaders]

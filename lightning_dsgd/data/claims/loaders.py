@@ -24,7 +24,14 @@ from torch.utils.data import DistributedSampler
 
 from lightning_dsgd.data.claims.claiming import Claiming
 from lightning_dsgd.data.claims.claims import NONE
-from lightning_dsgd.data.loaders import StandIn, described, load_more, sampler_of, twin
+from lightning_dsgd.data.loaders import (
+    StandIn,
+    described,
+    end_workers,
+    load_more,
+    sampler_of,
+    twin,
+)
 
 
 class Handed(NamedTuple):
@@ -126,6 +133,11 @@ class ClaimedLoader(StandIn):
 
     def __len__(self) -> int:
         return self._claiming.nominal(len(sampler_of(self.source)))
+
+    def close(self) -> None:
+        """Ends workers that live on from epoch to epoch."""
+        if self._twin is not None:
+            end_workers(self._twin)
 
     def draw(self, seed: int) -> Sequence[object]:
         """Returns the indices of an epoch's batches, the same on all ranks with alike samplers.

@@ -93,12 +93,15 @@ class Balancing:
         self._dealing = UnitDealing(net.sub("units"), backups=backups, on_closed=sums.close_step)
         self._first_step = self._num_steps = 0
         self._taken = NONE  # the last step whose sum is in the gradients, or has been
+        self._loaders: set[UnitLoader] = set()
         self._units: list[Unit] = []
         self._step = self._within = NONE
         self.unit = NONE
 
     def close(self) -> None:
-        """Ends the lane."""
+        """Ends the lane, and the workers of the loaders."""
+        for loader in self._loaders:
+            loader.close()
         self._dealing.close()
 
     # ---- an epoch ----
@@ -129,6 +132,7 @@ class Balancing:
             first_slot, self._first_slot = self._first_slot, NONE
         _, batches = self._drawn
         self._loader, self._within = loader, NONE
+        self._loaders.add(loader)
         self.plan = Plan(
             batches,
             limit=limit,

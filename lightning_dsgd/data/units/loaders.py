@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler
 
-from lightning_dsgd.data.loaders import described, has_indices, load_more, sampler_of, twin
+from lightning_dsgd.data.loaders import (
+    described,
+    end_workers,
+    has_indices,
+    load_more,
+    sampler_of,
+    twin,
+)
 from lightning_dsgd.data.units.plan import Plan, Unit
 
 Key = tuple[int, int]
@@ -74,6 +81,12 @@ class UnitLoader:
         self._step = -1
         self._order.begin_epoch(plan, self._rank, 2 * self._depth)
         self._batches = iter(self._twin)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._loaded.clear()
+        self._batches = None
+        end_workers(self._twin)
 
     def begin_step(self, step: int, units: list[Unit]) -> None:
         """Goes on to a step; what was loaded for those before is dropped."""
