@@ -59,7 +59,7 @@ class UnitSteps:
             session.begin_training()
             balancing.begin_epoch(
                 units,
-                limit=session.ranks.together(lambda: longest(session.meetings, len(loader))),
+                limit=session.ranks.together(lambda: longest(session.meetings, loader)),
                 num_slots_of_step=accumulate,
                 num_parts=parts_of(self._micro_batches, accumulate),
             )

@@ -80,7 +80,7 @@ class BalancedMixin:
         if session.ranks.go_on:
             check_can_draw_for_others(loader)
         num_slots = session.ranks.together(
-            lambda: longest(session.meetings, len(loader)), apart=len(loader)
+            lambda: longest(session.meetings, loader), apart=len(loader)
         )
         self._loader = BalancedLoader(loader, num_slots, self._slots)
         return self._loader

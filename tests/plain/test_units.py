@@ -228,9 +228,17 @@ def ask_another() -> None:
         next(iter(replica.steps(loader_of(replica.rank))))
 
 
+def share_other_data() -> None:
+    model, optimizer = make()
+    with dsgd.decentralized(model, optimizer, dsgd.Balanced(), timeout_s=30.0) as replica:
+        own = TensorDataset(*DATA[: 64 + replica.rank])
+        next(iter(replica.steps(DataLoader(own, 8))))
+
+
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
+        (share_other_data, "must have the same data set, got sets of [64, 65] samples"),
         (leave_early, "all micro-batches of a step must be computed"),
         (step_alone, "got a step without one; loop over"),
         (accumulate_nothing, "accumulate must be at least 1, got 0"),

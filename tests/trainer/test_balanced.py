@@ -260,6 +260,11 @@ def fit_stream() -> None:
     trainer(strategy("balanced"), 2).fit(model, DataLoader(Stream(), 4))
 
 
+def fit_other_data() -> None:
+    own = loader(64 + 8 * int(os.environ["RANK"]))
+    trainer(strategy("balanced"), 2, use_distributed_sampler=False).fit(Plain(), own)
+
+
 def fit_manually() -> None:
     class Manual(Plain):
         automatic_optimization = False
@@ -271,6 +276,7 @@ def fit_manually() -> None:
     ("fn", "text"),
     [
         (fit_stream, 'got DataLoader of Stream with strategy="balanced"; use strategy="allreduce"'),
+        (fit_other_data, "must have the same data set, got sets of [64, 72] samples, by rank"),
         (fit_manually, "automatic_optimization=False"),
     ],
 )

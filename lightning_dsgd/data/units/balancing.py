@@ -299,6 +299,19 @@ def parts_of(micro_batches: int | None, num_slots_of_step: int) -> int:
     return 4 if num_slots_of_step == 1 else 1
 
 
-def longest(net: Transport, own: int) -> int:
-    """Returns the most batches that any rank has; all ranks call it."""
-    return max(int(theirs) for theirs in net.all_gather(torch.tensor([own])).wait())
+def longest(net: Transport, loader: Any) -> int:
+    """Returns the most batches that any rank's loader has; all ranks call it.
+
+    Raises if the ranks cannot have the same data set.
+    """
+    size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else NONE
+    gathered = net.all_gather(torch.tensor([len(loader), size])).wait()
+    told = [theirs.tolist() for theirs in gathered]
+    sizes = [size for _, size in told]
+    if min(sizes) != max(sizes):
+        raise ValueError(
+            "ranks share the micro-batches of a step, so each must be able to load any of them: "
+            f"all must have the same data set, got sets of {sizes} samples, by rank; give all "
+            'ranks the whole set and a DistributedSampler, or use strategy="allreduce" or "ddp"'
+        )
+    return int(max(length for length, _ in told))
