@@ -1,11 +1,12 @@
-"""What watching costs: steps of 50 ms of DDP, with and without the recorder, in turns.
+"""What watching costs: steps of 50 ms of DDP, alone, with the recorder and with timed steps.
 
     python benchmarks/why_cost.py [ROUNDS]
 
-Each rank's training thread computes for 50 ms of its processor's time, then sums a gradient.  The
-cost is what the rank's other threads use more of the processor with the recorder on, as a share of
-the time that has passed.  The steps' length is not compared: other work on the machine changes it
-by more.  It also tells the size of what each rank has written.
+Each rank's training thread takes a batch of a loader, computes for 50 ms of its processor's time,
+sums a gradient and steps.  The cost is what the rank uses more of the processor than alone: its
+training thread in a step, and its other threads as a share of the time that has passed.  The steps'
+length is not compared: other work on the machine changes it by more.  It also tells the size of
+what each rank has written.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 RANKS = 2
-STEPS = 120
+WARM_UP, STEPS = 10, 120
 STEP_S = 0.05
 JOB = f"""
 import json, os, sys, time
@@ -29,64 +30,85 @@ from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
 model = DistributedDataParallel(torch.nn.Linear(64, 64))
-x, y = torch.ones(8, 64), torch.randn(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+y = torch.randn(64, 64)
+loader = torch.utils.data.DataLoader(torch.ones(8 * {WARM_UP + STEPS}, 64), 8)
+computed = 0.0
 
-def step():
-    until = time.thread_time() + {STEP_S}
-    while time.thread_time() < until:
+for number, x in enumerate(loader):
+    if number == {WARM_UP}:
+        began, wall, own = time.process_time(), time.monotonic(), time.thread_time()
+        computed = 0.0
+    begin = time.thread_time()
+    while time.thread_time() < begin + {STEP_S}:
         torch.tanh(y @ y)
+    computed += time.thread_time() - begin
+    optimizer.zero_grad()
     model(x).sum().backward()
-
-for _ in range(10):
-    step()
-began, wall, own = time.process_time(), time.monotonic(), time.thread_time()
-for _ in range({STEPS}):
-    step()
-used = time.process_time() - began, time.thread_time() - own, time.monotonic() - wall
+    optimizer.step()
+passed = time.monotonic() - wall
+beside = time.process_time() - began - (time.thread_time() - own)
+used = beside / passed, (time.thread_time() - own - computed) / {STEPS}
 if dist.get_rank() == 0:
     print(json.dumps(used))
 """
 
 
-def run(folder: Path, is_watched: bool) -> tuple[float, float, float]:
-    """Returns the processor's time of rank 0's process, of its main thread, and the time passed."""
+WATCHED = {
+    "alone": None,
+    "recorder": ["--only-stuck"],
+    "timed steps": [],
+}
+"""How `lightning-dsgd why` is told to watch."""
+
+
+def run(folder: Path, options: list[str] | None) -> tuple[float, float]:
+    """Returns what rank 0 uses of the processor, beside its pure computing.
+
+    Its other threads' as a share of the time that has passed, and its training thread's in a step.
+    """
     script = folder / "job.py"
     script.write_text(JOB)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={RANKS}", str(script)]
-    if is_watched:
-        why = [sys.executable, "-m", "lightning_dsgd", "why", "--to", str(folder / "run"), "--"]
-        command = why + command
+    if options is not None:
+        why = [sys.executable, "-m", "lightning_dsgd", "why", *options, "--to", str(folder / "run")]
+        command = [*why, "--", *command]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    process_s, own_s, passed_s = json.loads(done.stdout.splitlines()[-1])
-    return process_s, own_s, passed_s
+    beside, in_step_s = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("["))
+    )
+    return beside, in_step_s
 
 
 def main() -> None:
-    """Prints the median over the rounds."""
+    """Prints the medians over the rounds."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    costs, sizes = [], []
+    costs: dict[str, list[tuple[float, float]]] = {name: [] for name in WATCHED}
+    sizes: dict[str, list[float]] = {name: [] for name in WATCHED}
     for _ in range(rounds):
         used = {}
-        for is_watched in (False, True):
+        for name, options in WATCHED.items():
             with tempfile.TemporaryDirectory() as made:
                 folder = Path(made)
-                process_s, own_s, passed_s = run(folder, is_watched)
-                # The main thread's own work is the same; what is beside it is what may differ.
-                used[is_watched] = (process_s - own_s) / passed_s, own_s
-                if is_watched:
-                    files = list((folder / "run").iterdir())
-                    sizes.append(sum(file.stat().st_size for file in files) / RANKS)
-        beside = used[True][0] - used[False][0]
-        own = used[True][1] / used[False][1] - 1
-        costs.append(beside)
-        print(
-            f"beside the training thread {100 * beside:+.2f}% of the time; in it {100 * own:+.2f}%"
-        )
-    print(
-        f"watched: {100 * statistics.median(costs):+.2f}% of the time (median of {rounds}); "
-        f"{max(sizes) / 1e3:.0f} kB a rank; load {os.getloadavg()[0]:.0f}"
-    )
+                used[name] = run(folder, options)
+                if options is not None:
+                    files = [file for file in (folder / "run").rglob("*") if file.is_file()]
+                    sizes[name].append(sum(file.stat().st_size for file in files) / RANKS)
+        for name in WATCHED:
+            beside, in_step_s = (
+                mine - own for mine, own in zip(used[name], used["alone"], strict=True)
+            )
+            costs[name].append((beside, in_step_s / STEP_S))
+    for name in WATCHED:
+        if name != "alone":
+            beside, in_step = (statistics.median(each) for each in zip(*costs[name], strict=True))
+            print(
+                f"{name}: {100 * in_step:+.2f}% of a step in the training thread, "
+                f"{100 * beside:+.2f}% of the time beside it (medians of {rounds}); "
+                f"{max(sizes[name]) / 1e3:.0f} kB a rank for {WARM_UP + STEPS} steps; "
+                f"load {os.getloadavg()[0]:.0f}"
+            )
 
 
 if __name__ == "__main__":
