@@ -133,7 +133,9 @@ def documented(owner: type) -> str:
     `help`, and jsonargparse for a command line, read what a field is for in the docstring.
     """
     inherited = [each for base in reversed(owner.__mro__[1:]) for each in _own(base)]
-    fixed = {name for name, kind in inspect.get_annotations(owner).items() if "ClassVar" in kind}
+    fixed = {
+        name for name, kind in inspect.get_annotations(owner).items() if "ClassVar" in str(kind)
+    }
     own = {name: each for name, each in vars(owner).items() if isinstance(each, Field)}
     texts = {each.name: _setting(each).doc for each in inherited if each.name not in fixed}
     texts |= {name: _setting(each).doc for name, each in own.items()}
