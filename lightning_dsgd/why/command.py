@@ -70,8 +70,9 @@ def _watch(parser: argparse.ArgumentParser, args: argparse.Namespace, command: l
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
     slow_at_s = time.monotonic() + _SLOW_AFTER_S
     while process.poll() is None:
-        if time.monotonic() >= slow_at_s and _has_told_so_far(folder):
-            slow_at_s = math.inf
+        if time.monotonic() >= slow_at_s:
+            has_told = _has_told_so_far(folder)
+            slow_at_s = math.inf if has_told else time.monotonic() + _SLOW_AFTER_S
         found = _looked(watch)
         if found is not None and args.end and not found.is_late_only:
             _tell(["ending the job, as --end says"])

@@ -48,7 +48,7 @@ def _headline(verdict: Verdict, job: Job) -> str:
     if verdict.is_late_only:
         return f"late: {who} works and has not entered {where}; {since}"
     if verdict.cause in _ENDED:
-        return f"stuck: {who} {_ENDED[verdict.cause]} and never entered {where}; {since}"
+        return f"stuck: {who} {_ENDED[verdict.cause]}, and never entered {where}; {since}"
     if verdict.cause == "unstarted":
         return f"stuck: {who} has never started; {since} in {where}"
     if verdict.cause == "disagree":
