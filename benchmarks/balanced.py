@@ -3,6 +3,7 @@
     python benchmarks/balanced.py                 # real: 4 processes, about ten minutes
     python benchmarks/balanced.py --virtual       # in virtual time: 4, 8 and 16 ranks
     python benchmarks/balanced.py --workers 2     # with workers of the loaders, beside none
+    python benchmarks/balanced.py --workers 2 --strategy ddp
 
 Both accumulate `k` micro-batches for a step, with the same rate, data and optimizer.  A micro-batch
 is a small network's forward and backward pass and a sleep; with k = 4 it takes 80 ms, with 8 40 ms.
@@ -15,7 +16,7 @@ is a small network's forward and backward pass and a sleep; with k = 4 it takes 
 Real cells: `ddp` and `balanced` alternate in the same processes, situation by situation, and a
 ratio is one of two fits that follow each other.  The first two steps of a fit are not timed.
 
-With --workers `balanced` alternates with itself: without workers and with so many for each rank,
+With --workers a strategy alternates with itself: without workers and with so many for each rank,
 which load micro-batches ahead.
 """
 
@@ -40,7 +41,8 @@ from lightning_dsgd.lab.results import provenance, write_result
 
 SITUATIONS = ("alike", "slow", "late", "stalls")
 NAMES = ("ddp", "balanced")
-WITH_WORKERS = "balanced with workers"
+WITH_WORKERS = " with workers"
+"""Stands behind a strategy's name."""
 UNIT_S = {4: 0.08, 8: 0.04}
 LATE = 0.8
 WARM_UP = 2
@@ -187,7 +189,7 @@ def rank_main(settings: dict[str, Any]) -> None:
             return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
     def fit(name: str, situation: str, k: int, seed: int) -> dict[str, Any]:
-        num_workers = settings["workers"] if name == WITH_WORKERS else 0
+        num_workers = settings["workers"] if name.endswith(WITH_WORKERS) else 0
         draw = torch.Generator().manual_seed(seed)
         x = torch.randn(8 * num_ranks * k * num_steps, 32, generator=draw)
         data = TensorDataset(x, x.square().sum(1).sqrt())
@@ -227,7 +229,7 @@ def rank_main(settings: dict[str, Any]) -> None:
 
 
 def real(path: Path, args: argparse.Namespace) -> None:
-    names = ("balanced", WITH_WORKERS) if args.workers else NAMES
+    names = (args.strategy, args.strategy + WITH_WORKERS) if args.workers else NAMES
     situations = ("slow",) if args.workers else SITUATIONS
     counts = {"ranks": args.ranks, "steps": args.steps, "workers": args.workers}
     with tempfile.TemporaryDirectory() as folder:
@@ -258,7 +260,7 @@ def real(path: Path, args: argparse.Namespace) -> None:
     rows = summary(cells, *names)
     for row in rows:
         print(row)
-    told = {"hyperparameters": in_force(["balanced"], [args.ranks])}
+    told = {"hyperparameters": in_force([args.strategy], [args.ranks])}
     settings_in_force = {**counts, "unit_s": UNIT_S, "lr": 3e-3}
     write_result({**provenance(), **told, **settings_in_force, "rows": rows, "cells": cells}, path)
 
@@ -301,6 +303,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--workers", type=int, default=0, help="of each rank's loader")
+    parser.add_argument(
+        "--strategy", choices=NAMES[::-1], default="balanced", help="with --workers"
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--as-rank", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -310,7 +315,8 @@ def main() -> None:
     elif args.virtual:
         in_virtual_time(args.output or folder / "virtual.json")
     else:
-        real(args.output or folder / ("workers.json" if args.workers else "real.json"), args)
+        name = f"workers_{args.strategy}.json" if args.workers else "real.json"
+        real(args.output or folder / name, args)
 
 
 if __name__ == "__main__":
