@@ -18,6 +18,8 @@ It runs from a checkout, which need not be installed; torch, Lightning and pytes
     fits        `Trainer.fit` with every strategy, on ranks that share the device: do all ranks end
                 with the same finite model, and what is its loss?
     launched    `Trainer(accelerator="gpu")` as a user starts it: alone, by torchrun, by mpiexec
+    stuck       what `lightning-dsgd why` says of ranks that share the device, of which one never
+                enters a sum of NCCL's: does it name that rank, its line and the collective?
     slow_kernel what the other ranks' steps take while one rank's kernel is slow, with messages, and
                 with an NCCL that takes each rank for one on a node of its own
     throughput  steps a second where a random rank's kernel is slow, as in `benchmarks throughput`
@@ -61,8 +63,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # before what is installed, 
 import lightning_dsgd as dsgd
 from benchmarks import slow_kernel
 from benchmarks.compare.throughput import flatten
-from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
 from lightning_dsgd.devices import Port, port_of, until
+from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab import accelerators
 from lightning_dsgd.lab.jobs.cells import Cell
 from lightning_dsgd.lab.jobs.job import Job
@@ -121,6 +124,30 @@ LAUNCHERS = {
     "mpiexec": (2, ["mpiexec", "-n", "2", sys.executable]),
 }
 """For each, how many ranks it starts, and what stands before the script."""
+
+
+STUCK = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tests.support.worlds import share_a_gpu
+rank, kind = int(os.environ["RANK"]), sys.argv[1]
+if kind == "cuda":
+    share_a_gpu(rank)
+device = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
+dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4).to(device))
+
+def wait_for_a_file():
+    time.sleep(1000)
+
+for step in range(1000):
+    if rank == 1 and step == 10:
+        wait_for_a_file()
+    model(torch.ones(2, 4, device=device)).sum().backward()
+"""
+STUCK_AFTER_S = 5
 
 
 def why_not() -> str:
@@ -347,6 +374,7 @@ def fit(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     """What a rank of a job does for one strategy: it fits a small model."""
     from tests.support.fits import Seeded, accelerator_of
     from tests.support.models import loader, trainer, weights
+    from tests.support.strategies import strategy_of
 
     kind, begin = settings["device"], time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -359,10 +387,14 @@ def fit(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
             options["parallel_devices"] = [
                 torch.device(kind if kind == "cpu" else f"{kind}:0")
             ] * RANKS
-        model, algorithm = Seeded(), make_algorithm(cell["strategy"])
-        strategy = dsgd.DecentralizedStrategy(algorithm, **options)
-        epochs = settings["epochs"]
-        run = trainer(strategy, num_devices, accelerator=accelerator, max_epochs=epochs)
+        model, (name, own) = Seeded(), parse(cell["strategy"])
+        run = trainer(
+            strategy_of(name, **own, **options),
+            num_devices,
+            accelerator=accelerator,
+            max_epochs=settings["epochs"],
+            accumulate_grad_batches=2 if name in BY_UNITS else 1,
+        )
         run.fit(model, loader(16 * RANKS), loader(32))
         return {
             "seconds": time.perf_counter() - begin,
@@ -439,6 +471,32 @@ def launched(folder: Path) -> Generator[dict[str, Any]]:
         yield row | {"said": said}
 
 
+def stuck(folder: Path, kind: str) -> Generator[dict[str, Any]]:
+    """What `why` prints of a job in which rank 1 never enters a sum."""
+    script = folder / "stuck.py"
+    script.write_text(STUCK)
+    why = [sys.executable, "-m", "lightning_dsgd", "why", "--end", "--only-stuck"]
+    why += ["--stuck-after", str(STUCK_AFTER_S), "--to", str(folder / "why"), "--"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*why, *torchrun, "--nproc-per-node", "2", str(script), kind]
+    row: dict[str, Any] = {"ranks": 2, "stuck_after_s": STUCK_AFTER_S}
+    begin = time.monotonic()
+    try:
+        ran = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        yield row | {"error": str(error)}
+        return
+    lines = (ran.stdout + ran.stderr).splitlines()
+    row |= {"seconds": round(time.monotonic() - begin, 1), "exit_status": ran.returncode}
+    row["said"] = [line for line in lines if line.startswith("why: ")]
+    said = "\n".join(row["said"])
+    if "rank 1 never entered all_reduce" not in said or "in wait_for_a_file" not in said:
+        row["error"] = f"the rank, its line and the collective were not named: {lines[-20:]}"
+    yield row
+
+
 def slow_kernels(
     specs: Sequence[str], run_s: float, worlds: dict[str, ProcessWorld]
 ) -> Generator[dict[str, Any]]:
@@ -463,7 +521,7 @@ def parts_of(device: torch.device, kind: str, folder: Path, *, small: bool) -> P
     """
     mb = 1 << (12 if small else 20)
     counts = (1, 20) if small else (1, 16, 100, 400)
-    every = (*ALGORITHMS, *VARIANTS)
+    every = (*BY_UNITS, *ALGORITHMS, *VARIANTS)
     parts: Parts = {
         "selection": selection(device, (10_000,) if small else (10**6, 10**7, 10**8)),
         "staging": staging(device, tuple(count * mb for count in counts)),
@@ -471,10 +529,11 @@ def parts_of(device: torch.device, kind: str, folder: Path, *, small: bool) -> P
     }
     if device.type != "fake":  # a parameter there is no leaf
         parts["step_time"] = step_time(device, 64 if small else 2048, 3 if small else 20)
-    parts["fits"] = fits(kind, every[:1] if small else every, 1 if small else 4)
+    parts["fits"] = fits(kind, every[:2] if small else every, 1 if small else 4)
     parts["throughput"] = throughput(
         "cpu" if small else kind, LATE[2:3] if small else LATE, 10**4 if small else 10**7, 5
     )
+    parts["stuck"] = stuck(folder, "cpu" if small else kind)
     worlds: dict[str, ProcessWorld] = {"messages": FakeWorld(finds_races=False)}
     if not small:
         worlds = {"messages": AcceleratorWorld(), "NCCL": NCCLWorld()}
