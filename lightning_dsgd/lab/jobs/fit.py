@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import lightning as L
 import torch
@@ -18,6 +18,9 @@ from lightning_dsgd.lab.catalogue import strategy_called
 from lightning_dsgd.trainer.balanced import BalancedStrategy
 from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
+KINDS: Final = BY_UNITS | ALGORITHMS
+"""The algorithms, by the names that `Trainer(strategy=...)` takes."""
+
 
 def strategy(spec: str, others: Mapping[str, Any] | None = None) -> Any:
     """Returns what `Trainer(strategy=...)` takes.
@@ -28,12 +31,17 @@ def strategy(spec: str, others: Mapping[str, Any] | None = None) -> Any:
     """
     name, options = parse(spec)
     others = others or {}
-    kind: Any = strategy_called(name, {**others, **BY_UNITS, **ALGORITHMS})
     if name in others:
-        return kind(**options)
-    own = {key: options.pop(key) for key in names(kind) if key in options}
-    made = BalancedStrategy if name in BY_UNITS else DecentralizedStrategy
-    return made(kind(**own), **options)
+        return others[name](**options)
+    strategy_called(name, {**others, **KINDS})
+    return strategy_of(name, **options)
+
+
+def strategy_of(name: str, **options: Any) -> Any:
+    """Makes a strategy; each option is the algorithm's, or one of every strategy."""
+    own = {key: options.pop(key) for key in names(KINDS[name]) if key in options}
+    strategy = BalancedStrategy if name in BY_UNITS else DecentralizedStrategy
+    return strategy(KINDS[name](**own), **options)
 
 
 def communication(trainer: L.Trainer) -> dict[str, float]:
