@@ -10,24 +10,22 @@ steps; it is started again, and joins.  The clock runs from the third step to th
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from benchmarks import script
-from benchmarks.launched import said_of_steps
+from benchmarks.launched import Job, said_of_steps
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 
-SCRIPT = """
+_WITHIN_S: Final = 1200.0
+SCRIPT: Final = """
 import json, os, sys, time
 from pathlib import Path
 import lightning as L
@@ -74,7 +72,7 @@ trainer.fit(model, DataLoader(data, batch_size=8))
 with torch.no_grad():
     loss = nn.functional.mse_loss(model.net(x[:2048]).squeeze(-1), data.tensors[1][:2048])
 number = trainer.strategy.session.rank
-(folder / f"result_{number}").write_text(json.dumps(float(loss)))
+(folder / f"result_{number}").write_text(json.dumps([float(loss), trainer.current_epoch]))
 """
 
 
@@ -90,35 +88,26 @@ def steps_of(folder: Path) -> list[tuple[float, int, float, int]]:
 def train(settings: dict[str, Any], *, kills: bool) -> dict[str, Any]:
     """Trains once; returns the seconds, the loss and, after a kill, how long the rank was away."""
     with tempfile.TemporaryDirectory(prefix="killed") as temporary:
-        folder, killed = Path(temporary), None
-        (folder / "train.py").write_text(SCRIPT)
-        command = [sys.executable, "-m", "lightning_dsgd", "launch"]
-        command += ["--ranks", str(settings["ranks"]), "--max-restarts", "3"]
-        command += ["--logs", str(folder / "logs")]
-        command += ["--", str(folder / "train.py"), str(folder), json.dumps(settings)]
-        with (folder / "said").open("w") as said:
-            job = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
-        chance = random.Random(settings["seed"])
-        while job.poll() is None:
-            steps = steps_of(folder)
-            if kills and killed is None and steps and steps[-1][1] >= settings["steps"] // 4:
-                victim = chance.choice(sorted({pid for *_, pid in steps}))
+        folder, killed_at = Path(temporary), None
+        job = Job(folder, settings, SCRIPT)
+        try:
+            if kills:
+                while not (steps := steps_of(folder)) or steps[-1][1] < settings["steps"] // 4:
+                    job.look_until(time.monotonic() + 0.05)
+                victim = random.Random(settings["seed"]).choice(sorted({pid for *_, pid in steps}))
                 os.kill(victim, signal.SIGKILL)
-                killed = time.monotonic(), victim
-            time.sleep(0.05)
-        if job.returncode:
-            raise RuntimeError(f"the job has failed:\n{(folder / 'said').read_text()}")
+                killed_at = time.monotonic()
+            loss, _ = job.end(_WITHIN_S)
+        finally:
+            job.stop()
         steps = steps_of(folder)
-        losses = {float(file.read_text()) for file in folder.glob("result_*")}
-    if len(losses) != 1:
-        raise RuntimeError(f"all ranks must end with the same loss, got {losses}")
     begin = min(at for at, number, *_ in steps if number >= 3)
-    found = {"killed": kills, "seconds": round(steps[-1][0] - begin, 2), "loss": losses.pop()}
-    if killed is not None:
-        at = killed[0]
-        back = [t for t, _, members, _ in steps if t > at and members == settings["ranks"]]
-        less = [t for t, _, members, _ in steps if t > at and members < settings["ranks"]]
-        found["away_s"] = round(min(t for t in back if not less or t > max(less)) - at, 2)
+    found = {"killed": kills, "seconds": round(steps[-1][0] - begin, 2), "loss": loss}
+    if killed_at is not None:
+        # The last step without the rank, or the kill itself where the others made none.
+        without = [t for t, _, members, _ in steps if t > killed_at and members < settings["ranks"]]
+        last = max(without, default=killed_at)
+        found["away_s"] = round(min(t for t, *_ in steps if t > last) - killed_at, 2)
     return found
 
 

@@ -109,12 +109,13 @@ class Job:
     Args:
         folder: for what they write
         settings: of the script
+        text: the script, which gets the folder and the settings
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], text: str = SCRIPT) -> None:
         self.folder, self.ranks = folder, int(settings["ranks"])
         script = folder / "train.py"
-        script.write_text(SCRIPT)
+        script.write_text(text)
         command = [sys.executable, "-m", "lightning_dsgd", "launch", "--ranks", str(self.ranks)]
         command += ["--max-restarts", "100000", "--end-s", "60", "--logs", str(folder / "logs")]
         command += ["--", str(script), str(folder), json.dumps(settings)]
