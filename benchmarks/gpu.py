@@ -61,7 +61,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))  # before what is installed, if anything is
 
 import lightning_dsgd as dsgd
-from benchmarks import slow_kernel
+from benchmarks import slow_kernel, stuck_rank
 from benchmarks.compare.throughput import flatten
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
 from lightning_dsgd.devices import Port, port_of, until
@@ -124,30 +124,6 @@ LAUNCHERS = {
     "mpiexec": (2, ["mpiexec", "-n", "2", sys.executable]),
 }
 """For each, how many ranks it starts, and what stands before the script."""
-
-
-STUCK = """
-import os, sys, time
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from tests.support.worlds import share_a_gpu
-rank, kind = int(os.environ["RANK"]), sys.argv[1]
-if kind == "cuda":
-    share_a_gpu(rank)
-device = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
-dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-model = DistributedDataParallel(torch.nn.Linear(4, 4).to(device))
-
-def wait_for_a_file():
-    time.sleep(1000)
-
-for step in range(1000):
-    if rank == 1 and step == 10:
-        wait_for_a_file()
-    model(torch.ones(2, 4, device=device)).sum().backward()
-"""
-STUCK_AFTER_S = 5
 
 
 def why_not() -> str:
@@ -471,32 +447,6 @@ def launched(folder: Path) -> Generator[dict[str, Any]]:
         yield row | {"said": said}
 
 
-def stuck(folder: Path, kind: str) -> Generator[dict[str, Any]]:
-    """What `why` prints of a job in which rank 1 never enters a sum."""
-    script = folder / "stuck.py"
-    script.write_text(STUCK)
-    why = [sys.executable, "-m", "lightning_dsgd", "why", "--end", "--only-stuck"]
-    why += ["--stuck-after", str(STUCK_AFTER_S), "--to", str(folder / "why"), "--"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*why, *torchrun, "--nproc-per-node", "2", str(script), kind]
-    row: dict[str, Any] = {"ranks": 2, "stuck_after_s": STUCK_AFTER_S}
-    begin = time.monotonic()
-    try:
-        ran = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        yield row | {"error": str(error)}
-        return
-    lines = (ran.stdout + ran.stderr).splitlines()
-    row |= {"seconds": round(time.monotonic() - begin, 1), "exit_status": ran.returncode}
-    row["said"] = [line for line in lines if line.startswith("why: ")]
-    said = "\n".join(row["said"])
-    if "rank 1 never entered all_reduce" not in said or "in wait_for_a_file" not in said:
-        row["error"] = f"the rank, its line and the collective were not named: {lines[-20:]}"
-    yield row
-
-
 def slow_kernels(
     specs: Sequence[str], run_s: float, worlds: dict[str, ProcessWorld]
 ) -> Generator[dict[str, Any]]:
@@ -533,7 +483,7 @@ def parts_of(device: torch.device, kind: str, folder: Path, *, small: bool) -> P
     parts["throughput"] = throughput(
         "cpu" if small else kind, LATE[2:3] if small else LATE, 10**4 if small else 10**7, 5
     )
-    parts["stuck"] = stuck(folder, "cpu" if small else kind)
+    parts["stuck"] = stuck_rank.watched(folder / "why", "cpu" if small else kind)
     worlds: dict[str, ProcessWorld] = {"messages": FakeWorld(finds_races=False)}
     if not small:
         worlds = {"messages": AcceleratorWorld(), "NCCL": NCCLWorld()}
