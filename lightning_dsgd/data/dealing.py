@@ -45,7 +45,7 @@ class Dealing(ABC):
         self._lock = threading.Lock()
 
     def _open(self, net: Transport) -> None:
-        """Begins to hear; all of this class's own is there."""
+        """Starts the lane; a subclass calls it once its own attributes are there."""
         self._net = net
         self._awaits: Callable[[], bool] | None = None
         self._is_woken = False

@@ -81,7 +81,7 @@ class StandIn(ABC):
 
     def __init__(self, source: Any) -> None:
         # Of a training before: Lightning keeps the loaders that it has prepared.
-        self.source: Any = source.source if isinstance(source, StandIn) else source
+        self.source = source.source if isinstance(source, StandIn) else source
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "source":

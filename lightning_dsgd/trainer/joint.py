@@ -277,7 +277,8 @@ def log_nothing(trainer: Any, logged: list[list[Any]]) -> None:
     """Has this rank ask for values that others log over all ranks, to which it adds nothing."""
     results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
     for how, dtype in logged:
-        if key_of(how) not in results:
+        key = key_of(how)
+        if key not in results:
             value = (
                 torch.zeros((), device=module.device)
                 if dtype
@@ -286,7 +287,7 @@ def log_nothing(trainer: Any, logged: list[list[Any]]) -> None:
             made = _make_entry(trainer, how, value)
             if dtype:
                 made.reset()
-        entry = results[key_of(how)]
+        entry = results[key]
         if entry.has_reset:
             entry.has_reset, entry._update_count, entry._computed = False, 1, None
         if dtype:
@@ -333,9 +334,9 @@ def show_last_step(trainer: Any, key: str, value: float) -> None:
 def log_as_others(trainer: Any, how: dict[str, Any], value: float) -> None:
     """Has this rank show a value that others have logged, each for itself, and this one has not."""
     results, device = trainer.fit_loop.epoch_loop._results, trainer.lightning_module.device
-    given = torch.tensor(value, device=device)
-    if key_of(how) in results:
-        results.update_metrics(key_of(how), given, 1)
+    key, given = key_of(how), torch.tensor(value, device=device)
+    if key in results:
+        results.update_metrics(key, given, 1)
     else:
         _make_entry(trainer, how, given)
 

@@ -224,7 +224,7 @@ class ProcessTransport(Endpoint):
         self.mesh.check(f"sending to rank {dst}")
         if dst == self.rank:
             self.mesh.port.enter()  # this thread may have made no call to the device before
-            x = x.detach().clone() if len(x) else x
+            x = x.detach().clone() if len(x) else x  # nobody can change what is empty
             mark = self.mesh.port.mark()  # also for a CPU tensor: it tells of what this thread did
             self.mesh.mailboxes.deliver(dst, (channel, tag), kind, x, mark)
             return SENT

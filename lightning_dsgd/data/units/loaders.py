@@ -83,7 +83,7 @@ class UnitLoader:
         self._batches = iter(self._twin)
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Ends the workers of this loader, and drops what they have loaded."""
         self._loaded.clear()
         self._batches = None
         end_workers(self._twin)
