@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
 from lightning_dsgd.devices import port_of
-from lightning_dsgd.hyperparameters import names, parse
+from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.catalogue import strategy_called
-from lightning_dsgd.trainer.balanced import BalancedStrategy
+from lightning_dsgd.trainer.named import KINDS, strategy_of
 from lightning_dsgd.trainer.strategy import DecentralizedStrategy
-
-KINDS: Final = BY_UNITS | ALGORITHMS
-"""The algorithms, by the names that `Trainer(strategy=...)` takes."""
 
 
 def strategy(spec: str, others: Mapping[str, Any] | None = None) -> Any:
@@ -35,13 +31,6 @@ def strategy(spec: str, others: Mapping[str, Any] | None = None) -> Any:
         return others[name](**options)
     strategy_called(name, {**others, **KINDS})
     return strategy_of(name, **options)
-
-
-def strategy_of(name: str, **options: Any) -> Any:
-    """Makes a strategy; each option is the algorithm's, or one of every strategy."""
-    own = {key: options.pop(key) for key in names(KINDS[name]) if key in options}
-    strategy = BalancedStrategy if name in BY_UNITS else DecentralizedStrategy
-    return strategy(KINDS[name](**own), **options)
 
 
 def communication(trainer: L.Trainer) -> dict[str, float]:
