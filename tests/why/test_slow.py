@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from lightning_dsgd.lab.timeline.trace import read_folder
+from lightning_dsgd.why import slow
+from lightning_dsgd.why.slow import STEPS
+from tests.lab.diagnose import made
 from tests.support.thorough import cases
 from tests.why.jobs import forked
 
@@ -31,6 +35,7 @@ LOOPS = cases(
     later=[
         ("fabric", "late", "rank 1 computes longer than the others"),
         ("plain", "validation", "rank 0 validates longer than the others"),
+        ("plain", "saving", "rank 0 spends longer between batches"),
     ],
 )
 
@@ -53,11 +58,63 @@ def test_a_loop_that_calls_nothing_of_ours_is_judged(
             assert [*map(len, parts)] == [1, 1, 1, 1]
             assert step.items == 32
         assert all(step.load for step in trace.steps)
-        is_late = trace.rank == int(slow != "validation")
-        kind = {"loader": "load", "late": "forward", "validation": "evaluate"}[slow]
+        is_late = trace.rank == int(slow in ("loader", "late"))
+        kinds = {"loader": "load", "late": "forward", "validation": "evaluate", "saving": "save"}
+        kind = kinds[slow]
         spans = [span for step in trace.steps for span in getattr(step, kind)]
         long = sum(end - begin > 0.045 for begin, end in spans)
         assert long >= (9 if slow == "validation" else 40) if is_late else long < 10
+
+
+def recorded(folder: Path, cause: made.Cause, **about: object) -> Path:
+    folder.mkdir()
+    made.write(folder / STEPS, made.traces(cause, victim=1, steps=60, about=about))
+    return folder
+
+
+def saves(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
+    if rank == 0 and step % 5 == 0:
+        own.saving = 0.3
+
+
+def starts(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
+    if step % 20 == 0:
+        own.start = 0.4
+
+
+@pytest.mark.parametrize(
+    ("face", "line"),
+    [
+        ("trainer", "ModelCheckpoint(every_n_train_steps=..., ...)    # a larger number"),
+        ("fabric", "fabric.save(...)    # in fewer steps"),
+        ("plain", "torch.save(...)    # in fewer steps"),
+        ("hugging_face", "TrainingArguments(save_steps=..., ...)    # a larger number"),
+    ],
+)
+def test_checkpoints_that_take_a_share_of_a_step_are_named(
+    face: str, line: str, tmp_path: Path
+) -> None:
+    said = slow.diagnosed(recorded(tmp_path / "run", saves, face=face))
+    # 12 saves of 300 ms in 57 steps, as the first three do not count.
+    assert "         most of that is saving: 63.2 ms a step on rank 0" in said, said
+    following = next(i for i, text in enumerate(said) if text.startswith("Next:"))
+    assert "save checkpoints less often, or in the background" in said[following]
+    assert said[following + 1].strip() == line
+
+
+def test_gaps_between_epochs_are_told_with_what_their_remedy_gains(tmp_path: Path) -> None:
+    said = slow.diagnosed(recorded(tmp_path / "run", starts))
+    (line,) = [text for text in said if "loaders start" in text]
+    found = re.fullmatch(
+        r" +loaders start for (\d+\.\d) ms of a step: without that it is (\d\.\d\d) times as fast: "
+        r"DataLoader\(\.\.\., persistent_workers=True\)",
+        line,
+    )
+    assert found is not None, line
+    assert float(found[1]) == pytest.approx(20, rel=0.2)
+    assert float(found[2]) == pytest.approx(72 / 52, abs=0.06)
+    usual = slow.diagnosed(recorded(tmp_path / "usual", made.none))
+    assert not [text for text in usual if "start" in text]
 
 
 @pytest.mark.exhaustive

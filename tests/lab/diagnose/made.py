@@ -27,6 +27,9 @@ class Own:
 
     between: float = 1e-3
     validation: float = 0.0
+    saving: float = 0.0
+    start: float = 0.0
+    """Of the workers of a loader, where an epoch begins."""
     loader: float = 5e-4
     forward: float = 15e-3
     backward: float = 32e-3
@@ -166,7 +169,8 @@ def traces(
                 usual = getattr(own, name) * source.gauss(1.0, jitter)
                 setattr(own, name, max(1e-5, usual))
             cause(setting, number, rank, own)
-        asks = [began[r] + own.between + own.validation for r, own in enumerate(every)]
+        paused = [began[r] + own.validation + own.saving for r, own in enumerate(every)]
+        asks = [paused[r] + own.start + own.between for r, own in enumerate(every)]
         answered = max(asks) + QUESTION_S
         loaded = [answered + own.loader for own in every]
         forwarded = [loaded[r] + own.forward + own.gc + own.short for r, own in enumerate(every)]
@@ -194,6 +198,8 @@ def traces(
                     backward=((forwarded[rank], over),),
                     optimizer=((over, end),),
                     gc=((loaded[rank], loaded[rank] + own.gc),) if own.gc else (),
+                    save=((validated, paused[rank]),) if own.saving else (),
+                    start=((paused[rank], paused[rank] + own.start),) if own.start else (),
                     sum=(
                         (first[rank], first_over, own.bytes // 2),
                         (ready[rank], over, own.bytes // 2),
@@ -215,7 +221,10 @@ def traces(
 
 def write(folder: Path, every: list[Trace]) -> None:
     """Writes the files of a run, as the ranks' recorders do."""
-    names = ("fetch", "evaluate", "exchange", "wait", "load", "forward", "backward", "optimizer")
+    names = (
+        *("fetch", "evaluate", "exchange", "wait", "load", "forward", "backward", "optimizer"),
+        *("save", "start"),
+    )
     for trace in every:
         head = {"format": FORMAT, "rank": trace.rank, "world_size": trace.world_size}
         lines: list[dict[str, Any]] = [head | {"origin_s": 0.0} | trace.about]
