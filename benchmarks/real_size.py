@@ -314,7 +314,7 @@ class Results:
                 "measure it first"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(drawn(one))
+        path.write_text(drawn(one, described(self.report["settings"], situation)))
         print(f"written: {path}")
 
 
@@ -346,14 +346,31 @@ def looks(one: dict[str, Any], spec: str) -> list[tuple[float, float]]:
     ]
 
 
-def drawn(one: dict[str, Any]) -> str:
+def described(settings: dict[str, Any], situation: str) -> str:
+    """Says what was trained, and what slowed it down."""
+    model = GPT(settings["size"], 0.0, Pace(0.0))
+    num_weights = sum(p.numel() for p in model.parameters()) / 1e6
+    network = settings["network"]
+    parts = [
+        f"A GPT of {num_weights:.{1 if num_weights > 1 else 2}f} million weights",
+        f"{settings['world_size']} real ranks on 2 cores",
+        *([f"links of {network['rate_bit_s'] / 1e9:g} Gbit/s"] if network["emulated"] else []),
+        _SLOWED[situation],
+    ]
+    return ", ".join(parts)
+
+
+_SLOWED = {
+    "random": "one rank late at random",
+    "slow-rank": "one rank takes twice as long",
+    "both": "one slow rank and one late at random",
+}
+
+
+def drawn(one: dict[str, Any], what: str) -> str:
     """The loss of each strategy over seconds, as a picture."""
     seeds = len({cell["seed"] for cell in one["cells"]})
-    picture = Picture(
-        at_equal_time(one),
-        "A GPT of 10.8 million weights, 4 real ranks on 2 cores, links of 1 Gbit/s, one slow rank "
-        f"and one late at random; {seeds} seeds: mean and range.",
-    )
+    picture = Picture(at_equal_time(one), f"{what}; {seeds} seeds: mean and range.")
     series = []
     for spec in dict.fromkeys(cell["strategy"] for cell in one["cells"]):
         rows = [c["rows"] for c in one["cells"] if c["strategy"] == spec]
