@@ -71,10 +71,9 @@ from lightning_dsgd.lab.jobs.cells import Cell
 from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.lab.results import provenance, save
 from lightning_dsgd.primitives import sparse
-from lightning_dsgd.transport.flow import Window
-from lightning_dsgd.transport.frames import HEADER
+from lightning_dsgd.transport.memory import Pinned, Window
 from lightning_dsgd.transport.mesh import Mesh
-from lightning_dsgd.transport.pinned import Pinned
+from lightning_dsgd.transport.messages import HEADER
 from lightning_dsgd.transport.staging import Landing, Staging
 from lightning_dsgd.transport.works import Done
 from tests.support import fake_device

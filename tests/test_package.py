@@ -74,22 +74,22 @@ LAB_ON_RANKS = (
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {
     "transport.endpoint transport.view": "primitives.nodes elastic session sharded simulated",
-    "transport.counters transport.messages": "simulated",
+    "transport.counters": "simulated replica.replica lab.simulate.model",
+    "transport.messages": "simulated elastic mpi",
     "transport.works": "simulated mpi",
-    "transport.mailboxes transport.staging transport.wire": "mpi",
-    "transport.watch": "replica.replica lab.simulate.model",
+    "transport.mailboxes transport.staging": "mpi",
+    "transport.wire": "elastic mpi",
     "transport.mpi_job": "session.opening plain.launch trainer.launched mpi",
-    "transport.mesh transport.frames transport.processes": "elastic mpi",
-    "transport.tcp": "elastic",
+    "transport.mesh transport.processes": "elastic mpi",
     "transport.process_group": "session.opening elastic lab mpi",
     "transport.rendezvous": "session.opening elastic lab",
     "transport.names": "session.opening plain.launch elastic lab",
 }
 # What is not ours, and who alone may know it; all but ground and launchers may know torch.
 LIBRARIES = {
-    "torch.distributed": "elastic session plain.launch transport.native transport.pairs "
-    "transport.parts transport.processes transport.process_group transport.rendezvous sharded "
-    "trainer tasks.language fabric lab",
+    "torch.distributed": "elastic session plain.launch transport.native "
+    "transport.native_sends transport.processes transport.process_group transport.rendezvous "
+    "sharded trainer tasks.language fabric lab",
     "lightning_dsgd_rank": "why.inside",  # on the path of a watched job alone
     "mpi4py": "transport.mpi_job",
     "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "

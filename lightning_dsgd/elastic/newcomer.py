@@ -16,7 +16,7 @@ from lightning_dsgd.transport.contract import failed
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.processes import CPU
-from lightning_dsgd.transport.tcp import TCPWire
+from lightning_dsgd.transport.wire import TCPWire
 
 
 class NewcomerTransport(ProcessGroupTransport):

@@ -44,8 +44,8 @@ from lightning_dsgd.elastic.ballots import Message
 from lightning_dsgd.elastic.membership import Membership
 from lightning_dsgd.elastic.views import JOINS, Action, AgreedViews
 from lightning_dsgd.transport.contract import PeerLost, TransportError
-from lightning_dsgd.transport.frames import AGREEMENT, HEADER
 from lightning_dsgd.transport.mesh import LossPolicy, Mesh, encode
+from lightning_dsgd.transport.messages import AGREEMENT, HEADER
 from lightning_dsgd.transport.view import is_old
 
 _LOOK_EVERY_S: Final = 0.5

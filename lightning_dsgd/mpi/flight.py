@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.devices import is_on_host
-from lightning_dsgd.transport.frames import bytes_of
+from lightning_dsgd.transport.messages import bytes_of
 from lightning_dsgd.transport.mpi_job import load_mpi
 from lightning_dsgd.transport.works import Sending
 

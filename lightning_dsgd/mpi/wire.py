@@ -47,7 +47,9 @@ from lightning_dsgd.mpi.flight import (
 )
 from lightning_dsgd.mpi.job import LONGEST_PAUSE_S, is_cuda_aware, job
 from lightning_dsgd.transport.contract import Timeout, TransportError, Work, failed
-from lightning_dsgd.transport.frames import (
+from lightning_dsgd.transport.mailboxes import Key
+from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S, Mesh
+from lightning_dsgd.transport.messages import (
     DTYPES,
     FAREWELL,
     FROM_DEVICE,
@@ -55,8 +57,6 @@ from lightning_dsgd.transport.frames import (
     bytes_of,
     from_device,
 )
-from lightning_dsgd.transport.mailboxes import Key
-from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S, Mesh
 from lightning_dsgd.transport.mpi_job import load_mpi, world_of_threads
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.processes import CPU

@@ -46,7 +46,7 @@ from lightning_dsgd.replica.part import Part, halves_of, mean_figures, settle_to
 from lightning_dsgd.replica.saved import Saved
 from lightning_dsgd.replica.wide import widened
 from lightning_dsgd.transport import Transport
-from lightning_dsgd.transport.watch import exchanging
+from lightning_dsgd.transport.counters import exchanging
 
 _MESSAGE_PER_REPLICA: Final = 8
 """A message has fewer times the replica's bytes: bfloat16 sent as fp32 with indices has six."""

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from lightning_dsgd.buffers import buffer, copy_of
 from lightning_dsgd.transport.contract import Work
-from lightning_dsgd.transport.frames import DTYPES, HEADER, bytes_of, is_news
 from lightning_dsgd.transport.mailboxes import Expected, Mailboxes
+from lightning_dsgd.transport.messages import DTYPES, HEADER, bytes_of, is_news
 from lightning_dsgd.transport.works import Done, Life, Sending
 
 EMPTY: Final = torch.empty(0, dtype=torch.uint8)

@@ -1,10 +1,11 @@
-"""What a rank has sent, by which engine, and how long it has waited."""
+"""What a rank has sent, by which engine, how long it has waited, and who is told of the waits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-from lightning_dsgd.transport.watch import Watch
+from typing import Protocol
 
 
 @dataclass
@@ -41,3 +42,32 @@ class Counters:
     def messages_sent(self) -> int:
         """The messages that all engines have carried."""
         return sum(traffic.messages for traffic in list(self.sent.values()))
+
+
+class Watch(Protocol):
+    """Wants to know when a rank waits, for whom, and when an algorithm has its training thread.
+
+    The transport and whoever drives an algorithm tell; times are the transport's.
+
+    `waited` is called by whichever thread has waited, lanes included; `exchanged` by the training
+    thread.
+    """
+
+    def waited(self, begin_s: float, end_s: float, src: int, *, in_lane: bool) -> None:
+        """Hears that a thread was held up until rank `src` had sent a message; -1: all ranks."""
+        ...
+
+    def exchanged(self, begin_s: float, end_s: float) -> None:
+        """Hears that the algorithm had the training thread, waits included."""
+        ...
+
+
+@contextmanager
+def exchanging(watch: Watch | None, now: Callable[[], float]) -> Iterator[None]:
+    """Tells the watch how long an algorithm has the training thread."""
+    if watch is None:
+        yield
+        return
+    begin_s = now()
+    yield
+    watch.exchanged(begin_s, now())

@@ -2,7 +2,7 @@
 
 A receive that was posted before its message came is filled in place, and one that is for a device
 may copy a message there while it comes.  A sender is told of what
-receives have taken, and of receives that wait for what it holds: see `flow`.
+receives have taken, and of receives that wait for what it holds: see `memory`.
 
 **Threads.**  The receiving thread posts and withdraws; the thread that moves the bytes (the mesh's,
 or MPI's), and any thread that sends to its own rank, claims and delivers; whoever notices that a
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.devices import PASSED, Mark
-from lightning_dsgd.transport import flow
+from lightning_dsgd.transport import memory
 from lightning_dsgd.transport.contract import ANY, PeerLost
-from lightning_dsgd.transport.frames import ASKED, TAKEN
+from lightning_dsgd.transport.messages import ASKED, TAKEN
 
 Key = tuple[int, int]
 """The channel and the tag of a mailbox."""
@@ -162,7 +162,7 @@ class Mailboxes:
     def _count_taken(self, source: int, nbytes: int) -> None:
         self._taken[source] += nbytes
         taken = self._taken[source]
-        if taken >= flow.CREDIT_BYTES and self._say(source, TAKEN, (0, taken)):
+        if taken >= memory.CREDIT_BYTES and self._say(source, TAKEN, (0, taken)):
             del self._taken[source]
 
     def claim(self, source: int, key: Key, dtype: torch.dtype, nbytes: int) -> Expected | None:

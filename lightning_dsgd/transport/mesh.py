@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -46,7 +47,9 @@ from lightning_dsgd.transport.contract import (
     Views,
     failed,
 )
-from lightning_dsgd.transport.frames import (
+from lightning_dsgd.transport.mailboxes import Key, Mailboxes
+from lightning_dsgd.transport.memory import Memory
+from lightning_dsgd.transport.messages import (
     AGREEMENT,
     ASKED,
     FAREWELL,
@@ -58,14 +61,16 @@ from lightning_dsgd.transport.frames import (
     TAKEN,
     why_no_message,
 )
-from lightning_dsgd.transport.mailboxes import Key, Mailboxes
-from lightning_dsgd.transport.memory import Memory
-from lightning_dsgd.transport.switching import QuickSwitches
 
 _LONGEST_REASON: Final = 50_000
 """How many characters are sent; JSON makes up to twelve bytes of each."""
 CLOSE_TIMEOUT_S: Final = 5.0
 """How long what is left to send may take, once the network is closed."""
+_SWITCH_INTERVAL_S: Final = 0.0005
+"""How soon another thread gets the interpreter from one that runs Python; by default it is 5 ms.
+
+A lane answers five times as soon so beside plain Python: `benchmarks/lane_latency.py`.
+"""
 
 _meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
@@ -391,6 +396,21 @@ class LossPolicy(Views):
 
     def hear(self, sender: int, text: bytes) -> None:
         """Hears news of an agreement; raises `ValueError` or `TypeError` where they are none."""
+
+
+class QuickSwitches:
+    """Has this process's threads hand over the interpreter sooner, while a network is open."""
+
+    def __init__(self) -> None:
+        self._before_s = sys.getswitchinterval()
+
+    def begin(self) -> None:
+        """Shortens the interval, unless it is shorter already."""
+        sys.setswitchinterval(min(self._before_s, _SWITCH_INTERVAL_S))
+
+    def end(self) -> None:
+        """Gives back the interval of before."""
+        sys.setswitchinterval(self._before_s)
 
 
 def encode(value: Any) -> Tensor:

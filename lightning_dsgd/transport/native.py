@@ -45,9 +45,9 @@ from lightning_dsgd.devices import PASSED, Port, backend_for, is_on_host, librar
 from lightning_dsgd.transport.collectives import Call, num_children
 from lightning_dsgd.transport.contract import Timeout, TransportError, failed
 from lightning_dsgd.transport.counters import Counters
-from lightning_dsgd.transport.frames import CODES, DTYPES
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S
+from lightning_dsgd.transport.messages import CODES, DTYPES
 from lightning_dsgd.transport.processes import ProcessTransport
 from lightning_dsgd.transport.tickets import ALL, EXCHANGE, GATHER, SUM, SWAP, Form, Key, Tickets
 

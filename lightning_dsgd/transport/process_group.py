@@ -1,8 +1,8 @@
 """The network of messages over any wire, by default TCP, and of torch's collectives on CUDA.
 
-Messages travel on the wire, over TCP on the mesh's connections (`tcp`); the process group is where
+Messages travel on the wire, over TCP on the mesh's connections (`wire`); the process group is where
 ranks find each other's addresses.  On CUDA, NCCL sums and broadcasts the tensors of all ranks, and
-of groups fixed at the start (`native`), and carries what partners exchange (`pairs`), if it
+of groups fixed at the start (`native`), and carries what partners exchange (`native_sends`), if it
 is the process group's backend for the device, whatever has started the ranks.  Other groups are
 served by messages there too: a communicator for each would take memory on the device.
 """
@@ -20,11 +20,9 @@ from lightning_dsgd.devices import COLLECTIVES, backend_for
 from lightning_dsgd.transport.collectives import Call
 from lightning_dsgd.transport.contract import Work
 from lightning_dsgd.transport.native import Native, destroy_group, make_group
-from lightning_dsgd.transport.pairs import Pair
-from lightning_dsgd.transport.parts import Parts
+from lightning_dsgd.transport.native_sends import Pair, Parts
 from lightning_dsgd.transport.processes import CPU, ProcessTransport, libraries
-from lightning_dsgd.transport.tcp import TCPWire
-from lightning_dsgd.transport.wire import Wire
+from lightning_dsgd.transport.wire import TCPWire, Wire
 
 
 class ProcessGroupTransport(ProcessTransport):

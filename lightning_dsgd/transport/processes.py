@@ -4,7 +4,7 @@
        |
     mailboxes  where messages and receives meet
        |
-    wire       carries messages         `tcp`, or the wing `mpi`
+    wire       carries messages         TCP's, or that of the wing `mpi`
        |
     mesh       knows who is alive       one thread per process, over `connections`
 
@@ -33,11 +33,10 @@ from lightning_dsgd.devices import PASSED, is_on_host, port_of, until
 from lightning_dsgd.transport.contract import PeerLost, Timeout, TransportError, Views, Work, failed
 from lightning_dsgd.transport.counters import Counters
 from lightning_dsgd.transport.endpoint import Endpoint
-from lightning_dsgd.transport.frames import CODES, HEADER
 from lightning_dsgd.transport.lanes import Lane
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.mesh import Mesh, encode
-from lightning_dsgd.transport.messages import check_message, describe
+from lightning_dsgd.transport.messages import CODES, HEADER, check_message, describe
 from lightning_dsgd.transport.staging import Landing
 from lightning_dsgd.transport.wire import Wire
 from lightning_dsgd.transport.works import SENT

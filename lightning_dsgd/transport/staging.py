@@ -10,7 +10,7 @@ nothing: each copy is queued once the host has seen that what it reads is there,
 written is used once the host has seen that it is done.
 
 **Room.**  What has no room at its receiver stays here until it is asked for, also from the CPU: see
-`flow`.
+`memory`.
 
 **Order.**  Messages of one channel and tag to one rank leave in the order in which they were sent,
 also messages of CPU tensors; other messages may overtake them until their first chunk has left.
@@ -20,7 +20,7 @@ to pinned memory, or once the wire has read what it takes from where it lies.
 
 **Memory.**  `_SLOTS` chunks of pinned memory for each rank that is sent to; an outlet that takes
 messages whole has one piece of pinned memory for each message.  What lands shares a few chunks
-(`pinned`).
+(`memory`).
 
 **Threads.**  Any thread may `send`: `_changed` guards `_new` and `_pending`.  All else is the
 stager's, which is started by the first message of a tensor that is on a device.
@@ -49,9 +49,9 @@ from lightning_dsgd.devices import (
     port_of,
 )
 from lightning_dsgd.transport.contract import Work, failed
-from lightning_dsgd.transport.frames import HELD, MAILBOX
+from lightning_dsgd.transport.memory import CHUNK_BYTES, Pinned
 from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S, Mesh
-from lightning_dsgd.transport.pinned import CHUNK_BYTES, Pinned
+from lightning_dsgd.transport.messages import HELD, MAILBOX
 from lightning_dsgd.transport.works import Done, Sending
 
 _SLOTS: Final = 4

@@ -50,7 +50,7 @@ by themselves.
 
 **Pairs** of ranks are groups that nobody forms: the number of a pair tells its members.  Lengths
 may differ, for each rank is told both.  Such an ask is sent once the device has made what is to be
-sent, so nothing is launched before; the head of `pairs` says why.
+sent, so nothing is launched before; the head of `native_sends` says why.
 
 **Threads.**  Any thread may `ask`; the training thread forms groups.  `_heard` and `_passed_on` are
 the starter's; others read them for errors, in single operations.  `Backend` is called by the

@@ -1,6 +1,6 @@
 """The tables of faults, one file a room: `rooms/transport.txt` and so on.
 
-    = lightning_dsgd/transport/flow.py         the file, for all faults below it
+    = lightning_dsgd/transport/memory.py         the file, for all faults below it
     $ tests/transport/test_flow.py -k window   arguments of pytest, for all faults below it
     # A sender may go one byte over the window.
     -         if self.free < nbytes:

@@ -11,9 +11,9 @@ from lightning_dsgd.mpi import flight, job, wire
 from lightning_dsgd.mpi.flight import InFlight, Leaving, chunks_of
 from lightning_dsgd.mpi.job import Job
 from lightning_dsgd.mpi.wire import MPIWire
-from lightning_dsgd.transport.frames import CODES, HEADER
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.mesh import Mesh
+from lightning_dsgd.transport.messages import CODES, HEADER
 
 
 class MPI:

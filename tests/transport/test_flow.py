@@ -1,4 +1,4 @@
-"""What nobody has asked for has a bound, and nobody waits for ever: `transport/flow.py`."""
+"""What nobody has asked for has a bound, and nobody waits for ever: `transport/memory.py`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_dsgd.transport import ANY, flow
-from lightning_dsgd.transport.flow import Window
+from lightning_dsgd.transport import ANY, memory
+from lightning_dsgd.transport.memory import Window
 from tests.support.fake_device import FakeDevice
 from tests.support.mpi import MPIJob, MPIWorld, every_mpi
 from tests.support.thorough import cases, tries
@@ -20,8 +20,8 @@ from tests.transport.contract.test_in_order import run_in_order
 from tests.transport.helpers import until
 
 KIB = 1 << 10
-SMALL = mock.patch.multiple(flow, WINDOW_BYTES=256 * KIB, CREDIT_BYTES=32 * KIB)
-FOR_TWO = mock.patch.multiple(flow, WINDOW_BYTES=0, CREDIT_BYTES=0)
+SMALL = mock.patch.multiple(memory, WINDOW_BYTES=256 * KIB, CREDIT_BYTES=32 * KIB)
+FOR_TWO = mock.patch.multiple(memory, WINDOW_BYTES=0, CREDIT_BYTES=0)
 NO_ROOM = mock.patch.object(Window, "admit", return_value=False)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from lightning_dsgd.transport import PeerLost, handshake
-from lightning_dsgd.transport.frames import DTYPES, HEADER, why_no_message
 from lightning_dsgd.transport.handshake import (
     HELLO,
     NONCE_BYTES,
@@ -21,7 +20,7 @@ from lightning_dsgd.transport.handshake import (
     Secret,
     Stranger,
 )
-from lightning_dsgd.transport.messages import KINDS
+from lightning_dsgd.transport.messages import DTYPES, HEADER, KINDS, why_no_message
 from tests.support.worlds import ProcessWorld
 from tests.transport.helpers import until
 

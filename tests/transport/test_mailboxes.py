@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.transport import ANY, PeerLost
-from lightning_dsgd.transport.flow import CREDIT_BYTES
-from lightning_dsgd.transport.frames import ASKED, TAKEN
 from lightning_dsgd.transport.mailboxes import Expected, Key, Mailboxes
+from lightning_dsgd.transport.memory import CREDIT_BYTES
+from lightning_dsgd.transport.messages import ASKED, TAKEN
 
 BOX, OTHER = (1, 2), (1, 3)
 X = torch.arange(4.0)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.transport import PeerLost, Timeout, TransportError
-from lightning_dsgd.transport.pairs import Pair
-from lightning_dsgd.transport.parts import Parts
+from lightning_dsgd.transport.native_sends import Pair, Parts
 from lightning_dsgd.transport.processes import CPU
 from lightning_dsgd.transport.view import View
 from tests.support.rank import Rank

@@ -21,7 +21,7 @@ from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.transport import PeerLost, Timeout, staging
 from lightning_dsgd.transport.connection import Connection
-from lightning_dsgd.transport.pinned import CHUNK_BYTES, NUM_CHUNKS, Pinned
+from lightning_dsgd.transport.memory import CHUNK_BYTES, NUM_CHUNKS, Pinned
 from lightning_dsgd.transport.staging import Staging
 from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, FakeTensor, OnDevice

@@ -47,7 +47,7 @@ from lightning_dsgd.primitives.periodic import PeriodicAverage
 from lightning_dsgd.simulated import SimulatedTransport, SimulatedWorld
 from lightning_dsgd.simulated.baton import Baton
 from lightning_dsgd.simulated.processors import Processors
-from lightning_dsgd.transport.watch import exchanging
+from lightning_dsgd.transport.counters import exchanging
 
 LEAST_ELEMENTS: Final = 256
 """Elements of a stand-in: so few that they cost nothing, and at least one for each rank."""

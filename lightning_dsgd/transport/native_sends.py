@@ -1,4 +1,6 @@
-"""What two ranks send each other by torch's own calls, such as NCCL's: exchanges, pushes, pulls.
+"""What ranks send each other by torch's own calls, such as NCCL's: two as a pair, or many in parts.
+
+A pair is an exchange, a push or a pull of two ranks:
 
     thread     exchange, push, pull: a mark behind what is to be sent; gives a `Pair`
     courier    once the mark has passed: asks for the ticket of the pair
@@ -32,7 +34,11 @@ chunks, 128 KiB), so with a communicator for each pair a rank would have both on
 Within a node the rank that receives takes 9.6 MB per channel for each rank that sends to it, either
 way.  The price: what a rank exchanges with different ranks runs one after another.
 
-**Threads.**  As in `native`: any thread makes a `Pair`, and the starter launches it.
+**Parts.**  A gather, or an exchange of parts whose lengths the ranks know, is begun once all its
+members have called it, as sums in `native` are.  NCCL sends and receives all parts in one group
+call; nothing goes through the host's memory.
+
+**Threads.**  As in `native`: any thread makes a `Pair` or `Parts`, and the starter launches it.
 """
 
 from __future__ import annotations
@@ -48,7 +54,7 @@ from lightning_dsgd.devices import is_on_host, port_of
 from lightning_dsgd.transport.collectives import Call
 from lightning_dsgd.transport.native import NativeCollective
 from lightning_dsgd.transport.processes import ProcessTransport
-from lightning_dsgd.transport.tickets import EXCHANGE, pair_number
+from lightning_dsgd.transport.tickets import EXCHANGE, GATHER, SWAP, pair_number
 
 
 class Pair(NativeCollective):
@@ -99,3 +105,52 @@ class Pair(NativeCollective):
         """Tells the allocator that this thread uses what the starter's stream has received."""
         if len(self._theirs) and not is_on_host(self._theirs):
             port_of(self._theirs.device).keep(self._theirs)
+
+
+class Parts(NativeCollective):
+    """A gather, or an exchange of parts.
+
+    The members of a gather must agree on the length of what all get; those of an exchange have told
+    each other what comes.  A gather copies its tensor once for each member.
+
+    Args:
+        net: the endpoint on which it was called
+        number: the number of the group
+        call: who takes part, and which call it is
+        into: will hold what comes
+        from_each: how many elements come from each member
+        x: what leaves
+        to_each: how many elements of x leave for each member; None: all of x for each
+    """
+
+    def __init__(
+        self,
+        net: ProcessTransport,
+        number: int,
+        call: Call,
+        into: Tensor,
+        from_each: Sequence[int],
+        x: Tensor,
+        to_each: Sequence[int] | None,
+    ) -> None:
+        agreed, root = (into, GATHER) if to_each is None else (into[:0], SWAP)
+        super().__init__(net, agreed, number, call, root)
+        self._into, self._from_each = into, list(from_each)
+        self._to_each = [len(x)] * call.size if to_each is None else list(to_each)
+        self._sent = x.repeat(call.size) if to_each is None else x
+        self.bytes_sent = (sum(self._to_each) - self._to_each[call.me]) * into.itemsize
+
+    def missing(self, left: set[int]) -> int | None:
+        """Returns a member that has left, before the ticket is here."""
+        return None if self._is_launching else min(left.intersection(self._members), default=None)
+
+    def call(self, group: Any, lengths: Mapping[int, int]) -> Sequence[Any]:
+        """Sends and receives all parts in one call."""
+        self._is_launching = True
+        each = self._from_each, self._to_each
+        return [dist.all_to_all_single(self._into, self._sent, *each, group=group, async_op=True)]
+
+    @property
+    def result(self) -> Tensor:
+        """What has come."""
+        return self._into
