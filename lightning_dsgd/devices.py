@@ -14,7 +14,7 @@ and then for computation only.  No stream ever waits for the network: what comes
 the device, as the host has seen, before anything that reads it is queued.
 
 Threads with streams of their own hand tensors over by a message to their own rank, which carries a
-mark, or under a lock that keeps one (`primitives/stream_lock.py`).  A lane's stream must not wait
+mark, or under a lock that keeps one (`primitives/own_device.py`).  A lane's stream must not wait
 for a slow kernel of the training, for other ranks wait for the lane: it is told of what the device
 has made (`Lane.tell`), and takes what has been made (`primitives/published.py`).
 

@@ -39,8 +39,7 @@ from torch import Tensor
 
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import at_least, one_of
-from lightning_dsgd.primitives.own_device import await_step
-from lightning_dsgd.primitives.stream_lock import StreamLock
+from lightning_dsgd.primitives.own_device import StreamLock, await_step
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding
 from lightning_dsgd.transport import Transport
 

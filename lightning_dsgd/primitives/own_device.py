@@ -1,4 +1,4 @@
-"""Waits of a rank for its own device, so that the other ranks need not wait for it.
+"""A rank's own device: waits for it, so that the other ranks need not, and turns at its tensors.
 
 A step counts once the device has made it, and not when the host has queued it: a rank that is told
 of a step takes no part in a sum that would have to wait for a slow kernel.
@@ -9,6 +9,9 @@ made once it is queued.
 """
 
 from __future__ import annotations
+
+import threading
+from types import TracebackType
 
 from torch import Tensor
 
@@ -32,3 +35,29 @@ def await_mark(net: Transport, mark: Mark) -> None:
 def await_step(net: Transport, x: Tensor) -> None:
     """Waits until the device has done all that this thread has queued for x."""
     await_mark(net, port_of(x.device).mark())
+
+
+class StreamLock:
+    """Guards tensors on a device that threads of a rank, with streams of their own, change in turn.
+
+    The stream of the thread that takes the lock waits for what the last holder has queued; the
+    host does not wait.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._port = port_of(x.device)
+        self._lock = threading.Lock()
+        self._mark = self._port.mark()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._mark.hold()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._mark = self._port.mark()
+        self._lock.release()

@@ -41,8 +41,7 @@ from torch import Tensor
 from lightning_dsgd.buffers import copy_of
 from lightning_dsgd.devices import PASSED, is_on_host, port_of
 from lightning_dsgd.primitives import rounding
-from lightning_dsgd.primitives.own_device import await_mark
-from lightning_dsgd.primitives.stream_lock import StreamLock
+from lightning_dsgd.primitives.own_device import StreamLock, await_mark
 from lightning_dsgd.transport import Transport
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.primitives import sparse
-from lightning_dsgd.primitives.sparse_choice import VARIABLE, FasterForm
+from lightning_dsgd.primitives.sparse import VARIABLE, FasterForm
 
 
 class Clock:
