@@ -101,7 +101,7 @@ class Traits:
             and gives their sum before `before_update`: see `Balanced`
         keeps_updates: whether every update of every rank reaches the consensus, whoever is late;
             where gradients are averaged, every gradient.  What a rank keeps back for a later step
-            is not lost.  How many are kept is measured (`replica.kept`); where gradients are
+            is not lost.  How many are kept is measured (`replica.part`); where gradients are
             averaged, `metrics` may say how many of these are in the sums, as `updates_kept`.
         holds_back: whether the algorithm keeps what it will apply later, which a resume with
             another number of ranks has to `carry_over`

@@ -1,4 +1,8 @@
-"""The parameters of one optimizer and one dtype, and what there is to train them."""
+"""A part: the parameters of one optimizer and one dtype, and what there is to train them.
+
+How many of all ranks' updates to a part its consensus contains is measured (`UpdatesKept`); what a
+checkpoint has of parts waits until the same parameters are trained (`Saved`).
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dsgd import devices
+from lightning_dsgd.agreement import average
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.devices import port_of
 from lightning_dsgd.primitives.step_scaling import Decay, Unscaled
 from lightning_dsgd.replica.early import EarlyGradients
 from lightning_dsgd.replica.flat import FlatParameters
-from lightning_dsgd.replica.kept import UpdatesKept
 from lightning_dsgd.replica.wide import WideParameters
-from lightning_dsgd.transport import Diverged
+from lightning_dsgd.transport import Diverged, Transport
 
 T = TypeVar("T")
 
+NUM_MEASURED: Final = 1024
+"""`UpdatesKept` looks at so many entries of x, or at up to twice as many."""
 _SCALING: Final = "step_scaling"
 """The key of the scaling's state in a part's state, beside the algorithm's own keys."""
 _SAMPLES: Final = "is_by_samples"
@@ -154,6 +160,131 @@ class Part:
         return figures | self.scaling.metrics() | self.algorithm.metrics()
 
 
+class UpdatesKept:
+    """Measures which share of all updates to one flat tensor of weights is kept: `updates_kept`.
+
+        kept = <x - begin, u> / <u, u>
+
+    Legend: x the consensus, begin what it was in the beginning, u the sum of all updates, each the
+    mean over all ranks.  It is measured on one to two thousand entries of x, which a step reads
+    twice.
+
+    Where ranks step together, with the mean of their gradients, one that has run out of data makes
+    no updates, but takes over what the others have come to.  So of each such team only those count
+    that have made the most updates since the last consensus.
+
+    Attributes:
+        share: the share at the last consensus; None before the first consensus or update
+    """
+
+    share: float | None
+
+    def __init__(self, x: Tensor) -> None:
+        self._len = len(x)
+        self._every = max(1, len(x) // NUM_MEASURED)
+        self.begin(x)
+
+    def begin(self, x: Tensor) -> None:
+        """Begins anew from these weights."""
+        self.share = None
+        self._begin = self._some_of(x)
+        self._updates = torch.zeros_like(self._begin)  # all ranks', until the last consensus
+        self._start_counting()
+
+    def update_begins(self, x: Tensor) -> None:
+        """Notes the weights; the optimizer is about to step."""
+        self._before = self._some_of(x)
+
+    def update_ends(self, x: Tensor) -> None:
+        """Adds up the step that the optimizer has made."""
+        self._mine += self._some_of(x) - self._before
+        self._num_mine += 1
+
+    def measure(self, net: Transport, consensus: Tensor, team_size: int) -> None:
+        """Measures the share, on all ranks together; teams are of consecutive ranks."""
+        nums = [int(num) for num in net.all_gather(torch.tensor([self._num_mine])).wait()]
+        first = net.rank // team_size * team_size
+        team = nums[first : first + team_size]
+        share_of_team = (self._num_mine == max(team)) / team.count(max(team))
+        means = torch.stack([self._begin, self._mine * (share_of_team * len(team))])
+        average(net, means.view(-1))
+        self._begin, updates = means
+        self._updates += updates
+        self._start_counting()
+        squares = float(self._updates @ self._updates)
+        if squares != 0:
+            way = self._some_of(consensus) - self._begin
+            self.share = float(way @ self._updates) / squares
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a resume needs, at a consensus."""
+        return {"len": self._len, "begin": self._begin, "updates": self._updates}
+
+    def load(self, state: dict[str, Any] | None, x: Tensor) -> None:
+        """Takes a state over; begins anew without one, or with one of another layout of x."""
+        self.begin(x)
+        if state is not None and state["len"] == self._len:
+            self._begin, self._updates = (state[k].to(self._begin) for k in ("begin", "updates"))
+
+    def _start_counting(self) -> None:
+        self._mine = torch.zeros_like(self._begin)
+        self._num_mine = 0
+
+    def _some_of(self, x: Tensor) -> Tensor:
+        wide = torch.float64 if devices.has_doubles(x.device) else torch.float32
+        return x[:: self._every].to(wide, copy=True)
+
+
+class Saved:
+    """Gives each part what was saved of it, once, as soon as the same parameters are trained.
+
+    Attributes:
+        waits: whether the parts have not been given what was saved
+
+    Args:
+        states: what the parts' `state_dict` returned
+        names: the names of each part's parameters
+        updates: what was known of all ranks' updates; None: nothing
+    """
+
+    def __init__(
+        self,
+        states: Sequence[dict[str, Any]] = (),
+        names: Sequence[Sequence[str]] = (),
+        updates: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        given = [None] * len(states) if updates is None else updates
+        self.waits = bool(states)
+        self._rest = list(zip(states, names, given, strict=True))
+
+    def fits(self, parts: Sequence[Part]) -> bool:
+        """Returns whether these parts train the same parameters."""
+        return [list(names) for _, names, _ in self._rest] == [p.weights.names for p in parts]
+
+    def give(self, parts: Sequence[Part]) -> None:
+        """Gives these parts what was saved; raises `ValueError` unless it fits."""
+        if not self.fits(parts):
+            saved = {name for _, names, _ in self._rest for name in names}
+            trained = {name for part in parts for name in part.weights.names}
+            if saved == trained:
+                raise ValueError(
+                    "parameters must be laid out as when the checkpoint was saved, got another "
+                    "order; set optimizers, fragments and num_fragments as they were, or remove "
+                    "its folder of replicas to go on from the consensus"
+                )
+            raise ValueError(
+                "the parameters that are trained must be those of the checkpoint, got "
+                f"{some(sorted(trained - saved))} not in it, and not "
+                f"{some(sorted(saved - trained))}, which are; "
+                "freeze and unfreeze before fit as when it was saved, or remove its folder of "
+                "replicas to go on from the consensus"
+            )
+        self.waits = False
+        for part, (state, _, updates) in zip(parts, self._rest, strict=True):
+            part.load_state_dict(state)
+            part.kept.load(updates, part.x)
+
+
 def mean_figures(parts: Sequence[Part]) -> dict[str, float]:
     """Returns all figures of the parts' metrics; those that several give are means."""
     figures: dict[str, list[float]] = {}
@@ -189,11 +320,11 @@ def settle_together(parts: Sequence[Part], *, wait: bool = False) -> None:
         parts[0].settle()
         return
 
-    streams = [port_of(part.x.device).current() for part in parts]
+    streams = [devices.port_of(part.x.device).current() for part in parts]
 
     @torch.no_grad()  # a setting of each thread, as the stream is
     def settle(part: Part, stream: Any) -> None:
-        port = port_of(part.x.device)
+        port = devices.port_of(part.x.device)
         port.enter()
         with port.using(stream):
             part.settle()

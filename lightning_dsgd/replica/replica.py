@@ -42,8 +42,7 @@ from lightning_dsgd.replica.consensus import (
     make_alike,
 )
 from lightning_dsgd.replica.held_back import apply_held_back, unclipped
-from lightning_dsgd.replica.part import Part, halves_of, mean_figures, settle_together
-from lightning_dsgd.replica.saved import Saved
+from lightning_dsgd.replica.part import Part, Saved, halves_of, mean_figures, settle_together
 from lightning_dsgd.replica.wide import widened
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.counters import exchanging

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
-from lightning_dsgd.replica.kept import NUM_MEASURED, UpdatesKept
+from lightning_dsgd.replica.part import NUM_MEASURED, UpdatesKept
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.fits import some_now
