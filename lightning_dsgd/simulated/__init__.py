@@ -11,8 +11,8 @@ other means than the transport (a lock, an event) keeps the baton, and the world
     world         what a caller sees: ranks, links, faults to come
     endpoint      a rank's transport, its receives and lanes
     simulation    one run: its threads' beginning and end, and what became of each
-    links         messages: what they cost, and which receive takes which
-    processors    what communication takes of them: here nothing (see `lab.simulate.processors`)
+    links         messages: what they cost, and which receive takes which; what communication takes
+                  of the processors: here nothing (see `lab.simulate.processors`)
     faults        who is lost, and by what; who goes on after that is a matter of a wing
     baton         which thread runs next
 """

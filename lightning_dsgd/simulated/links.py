@@ -1,6 +1,6 @@
 """Messages on their way: what each costs, and which receive takes it.
 
-What a message of b bytes costs, with s its sender, d its receiver:
+What a message of b bytes costs on the links, with s its sender, d its receiver:
 
     start   = max(clock of s, egress_free[s])            egress_free[s]  <- start + b / bandwidth
     arrival = max(start + latency, ingress_free[d])      ingress_free[d] <- arrival
@@ -9,7 +9,7 @@ What a message of b bytes costs, with s its sender, d its receiver:
 so that each rank sends one message at a time and receives one at a time, both at once (a
 full-duplex link), in the order in which messages reach it.  With `shared_link` all ranks have one
 link between them, which carries one message at a time.  Sending takes none of the sender's time but
-what `processors` says: its Work is done at once, and the tensor is copied even where the caller
+what `Processors` say: its Work is done at once, and the tensor is copied even where the caller
 would leave it alone.
 
 All of this belongs to the holder of the baton.
@@ -208,6 +208,36 @@ class Links:
             f"elements of {m.payload.dtype}, sent at {m.start_s:.9g} s"
             for m in self._under_way.values()
         ]
+
+
+class Processors:
+    """Tells what communication takes of the processors: nothing here, as each thread has a core.
+
+    This is a door to the wing `lab`: see `lab.simulate.processors`.
+
+    Args:
+        baton: the run's baton
+    """
+
+    def __init__(self, baton: Baton) -> None:
+        self._baton = baton
+
+    def begin_sending(self, rank: int, num_bytes: int) -> float:
+        """Waits until a message may leave; returns until when its sender works on it."""
+        return 0.0
+
+    def take(self, rank: int, message: Message, *, is_placed: bool) -> None:
+        """Has the running thread work on a message of another rank that it has received."""
+
+    def work(self, rank: int, seconds: float) -> None:
+        """Has the running thread wait until it has had a core for so long."""
+        self.sleep_until(self._baton.running.clock + seconds)
+
+    def sleep_until(self, at_s: float) -> None:
+        """Moves the running thread's clock on to that time, unless it is later already."""
+        clock = self._baton.running.clock
+        if at_s > clock:
+            self._baton.sleep(at_s - clock)
 
 
 def _place(message: Message) -> tuple[float, int]:

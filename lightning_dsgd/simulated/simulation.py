@@ -12,8 +12,7 @@ from typing import Any
 
 from lightning_dsgd.simulated.baton import Baton, Killed, Thread
 from lightning_dsgd.simulated.faults import Faults
-from lightning_dsgd.simulated.links import Links
-from lightning_dsgd.simulated.processors import Processors
+from lightning_dsgd.simulated.links import Links, Processors
 from lightning_dsgd.transport.contract import LaneStopped, TransportError, failed
 
 Fault = Callable[[Faults], None]

@@ -17,8 +17,7 @@ from torch import Tensor
 from lightning_dsgd.simulated.baton import Baton, shortened
 from lightning_dsgd.simulated.endpoint import SimulatedTransport
 from lightning_dsgd.simulated.faults import Faults
-from lightning_dsgd.simulated.links import Links
-from lightning_dsgd.simulated.processors import Processors
+from lightning_dsgd.simulated.links import Links, Processors
 from lightning_dsgd.simulated.simulation import Fault, Simulation
 from lightning_dsgd.transport.contract import PeerLost, TransportError
 from lightning_dsgd.transport.counters import Counters

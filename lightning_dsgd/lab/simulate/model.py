@@ -46,7 +46,7 @@ from lightning_dsgd.primitives.error_feedback import ErrorFeedback, evenly
 from lightning_dsgd.primitives.periodic import PeriodicAverage
 from lightning_dsgd.simulated import SimulatedTransport, SimulatedWorld
 from lightning_dsgd.simulated.baton import Baton
-from lightning_dsgd.simulated.processors import Processors
+from lightning_dsgd.simulated.links import Processors
 from lightning_dsgd.transport.counters import exchanging
 
 LEAST_ELEMENTS: Final = 256

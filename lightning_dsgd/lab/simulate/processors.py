@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.simulated.baton import Baton
-from lightning_dsgd.simulated.links import Message
-from lightning_dsgd.simulated.processors import Processors
+from lightning_dsgd.simulated.links import Message, Processors
 
 
 @contextmanager
