@@ -32,7 +32,7 @@ PACKAGE = ROOT / "lightning_dsgd"
 # Folder, or module of the package's own: what else of ours it may import.  Further down may import
 # further up, never the other way round; the core is all that is not in WINGS, and imports no wing.
 CORE = {
-    "arrival": "", "hyperparameters": "", "source": "", "wings": "",
+    "arrival": "", "hyperparameters": "", "wings": "",
     "keywords": "hyperparameters",
     "buffers": "",
     "devices": "buffers",
@@ -61,9 +61,9 @@ WINGS = {
     "simulated": "transport",
     "mpi": "buffers devices transport",
     "lab": f"{PACKAGE.name} agreement algorithm algorithms data devices hyperparameters "
-    "primitives replica simulated source tasks trainer transport wings",
+    "primitives replica simulated tasks trainer transport wings",
     "sharded": "agreement algorithm keywords replica session trainer transport",
-    "elastic": "agreement algorithm algorithms data devices replica session simulated source "
+    "elastic": "agreement algorithm algorithms data devices replica session simulated "
     "trainer transport",
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.

@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd import __version__
-from lightning_dsgd.source import commit
 
 _LONGEST: Final = 32
 """A list of more values than this has a line of its own."""
@@ -50,6 +50,20 @@ def provenance(command: str | None = None) -> dict[str, Any]:
             "lightning_dsgd": __version__,
         },
     }
+
+
+def commit() -> str | None:
+    """Returns the commit of this package, with + where files have changed; None outside of git."""
+    texts = []
+    for question in ("rev-parse HEAD", "status --porcelain --untracked-files=no ."):
+        words = ["git", "-C", str(Path(__file__).parents[1]), *question.split()]
+        try:
+            asked = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        texts.append(asked.stdout.strip())
+    number, changes = texts
+    return f"{number}+" if changes else number
 
 
 def typed(command: str, argv: Sequence[str] | None) -> str:
