@@ -31,6 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -38,13 +39,6 @@ from torch import Tensor
 
 from lightning_dsgd.buffers import buffer, copy_of
 from lightning_dsgd.devices import COLLECTIVES, SHORTEST_PAUSE_S, is_on_host
-from lightning_dsgd.mpi.flight import (
-    Arriving,
-    InFlight,
-    Leaving,
-    chunks_of,
-    memory_of,
-)
 from lightning_dsgd.mpi.job import LONGEST_PAUSE_S, is_cuda_aware, job
 from lightning_dsgd.transport.contract import Timeout, TransportError, Work, failed
 from lightning_dsgd.transport.mailboxes import Key
@@ -67,6 +61,8 @@ from lightning_dsgd.transport.works import Done, Sending
 _FRAME, _PAYLOAD = 1, 2  # MPI tags
 _FRAME_BYTES: Final = 4096
 """Every MPI library sends so little eagerly, so that a frame never waits for its receiver."""
+_CHUNK_BYTES: Final = 1 << 30
+"""The most bytes of a chunk: counts of MPI before version 4 end at 2^31 - 1."""
 _POLLS_IN_A_ROW: Final = 20
 
 
@@ -384,3 +380,62 @@ class _Outlet:
     def add(self, chunk: Tensor, *, is_last: bool) -> Work[None]:
         assert is_last
         return self._wire.send_now(self._dst, self._header, chunk, copy=False)
+
+
+@dataclass
+class Arriving:
+    """A message whose payload is on its way."""
+
+    kind: int
+    payload: Tensor
+    is_claimed: bool
+    num_chunks: int
+
+
+@dataclass
+class Leaving:
+    """A message that MPI may still read, and its memory."""
+
+    memory: list[Any]
+    num_chunks: int
+    sending: Sending | None = None
+
+
+@dataclass
+class InFlight:
+    """The requests under way, and each one's message; only the wire's thread may touch them."""
+
+    requests: list[Any] = field(default_factory=list)
+    owners: list[Any] = field(default_factory=list)
+
+    def add(self, request: Any, owner: Any) -> None:
+        """Adds a request, which is one chunk of its owner, a message."""
+        self.requests.append(request)
+        self.owners.append(owner)
+
+    def take_done(self) -> list[Any]:
+        """Takes out and returns the messages whose last chunk is complete."""
+        if not self.requests:
+            return []
+        done = load_mpi().Request.Testsome(self.requests)
+        if not done:
+            return []
+        finished = []
+        for index in done:
+            self.owners[index].num_chunks -= 1
+            if not self.owners[index].num_chunks:
+                finished.append(self.owners[index])
+        left = sorted(set(range(len(self.requests))).difference(done))
+        self.requests = [self.requests[index] for index in left]
+        self.owners = [self.owners[index] for index in left]
+        return finished
+
+
+def memory_of(x: Tensor) -> Any:
+    """Returns the memory of a contiguous tensor, as mpi4py takes it."""
+    return bytes_of(x) if is_on_host(x) else x.detach().view(torch.uint8)
+
+
+def chunks_of(memory: Any) -> list[Any]:
+    """Returns memory in pieces that MPI can count."""
+    return [memory[at : at + _CHUNK_BYTES] for at in range(0, len(memory), _CHUNK_BYTES)]

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.plugins.environments import MPIEnvironment
 from torch import Tensor
 
-from lightning_dsgd.mpi import flight, job
+from lightning_dsgd.mpi import job, wire
 from lightning_dsgd.mpi.wire import MPITransport
 from lightning_dsgd.transport import Transport, TransportError, mpi_job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
@@ -89,7 +89,7 @@ def test_ranks_that_differ_are_refused_on_all(python: str, mpi_jobs: Jobs) -> No
 
 def messages_in_chunks(net: Transport) -> None:
     """Overtaken by smaller ones, in mailboxes that wait for them and in others."""
-    flight._CHUNK_BYTES = 1000
+    wire._CHUNK_BYTES = 1000
     net.barrier().wait()
     try:
         sizes = [0, 1, 4000, 5, 10_000, 100, 20_001]
@@ -99,7 +99,7 @@ def messages_in_chunks(net: Transport) -> None:
         assert torch.equal(x, torch.arange(30_000.0) * net.world_size)
         net.barrier().wait()
     finally:
-        flight._CHUNK_BYTES = 1 << 30
+        wire._CHUNK_BYTES = 1 << 30
 
 
 @pytest.mark.exhaustive

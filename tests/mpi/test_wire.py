@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.mpi import flight, job, wire
-from lightning_dsgd.mpi.flight import InFlight, Leaving, chunks_of
+from lightning_dsgd.mpi import job, wire
 from lightning_dsgd.mpi.job import Job
-from lightning_dsgd.mpi.wire import MPIWire
+from lightning_dsgd.mpi.wire import InFlight, Leaving, MPIWire, chunks_of
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.mesh import Mesh
 from lightning_dsgd.transport.messages import CODES, HEADER
@@ -45,8 +44,7 @@ def mpi(monkeypatch: pytest.MonkeyPatch) -> MPI:
     mpi = MPI()
     mpi.Status = lambda: None  # type: ignore[assignment]
     mpi.Request = mpi  # type: ignore[assignment]
-    for module in (wire, flight):
-        monkeypatch.setattr(module, "load_mpi", lambda: mpi)
+    monkeypatch.setattr(wire, "load_mpi", lambda: mpi)
     return mpi
 
 
@@ -73,7 +71,7 @@ def test_a_tensor_that_is_sent_with_a_copy_may_change_at_once(mpi: MPI, numel: i
 def test_a_lent_tensor_is_sent_from_where_it_lies_in_parts_that_mpi_takes(
     mpi: MPI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flight, "_CHUNK_BYTES", 16_000)
+    monkeypatch.setattr(wire, "_CHUNK_BYTES", 16_000)
     x, over = torch.arange(10_000.0), wire_over(mpi)
     sending = over.send_now(1, header_of(x), x, copy=False)
     assert [len(memory) for memory, _, _ in mpi.sent] == [HEADER.size, 16_000, 16_000, 8_000]
@@ -108,7 +106,7 @@ def test_what_is_left_in_flight_stays_with_its_message(mpi: MPI) -> None:
 
 
 def test_chunks_hold_all_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight, "_CHUNK_BYTES", 4)
+    monkeypatch.setattr(wire, "_CHUNK_BYTES", 4)
     for text in (b"", b"abcd", b"abcdefghi"):
         chunks = chunks_of(memoryview(text))
         assert b"".join(chunks) == text
