@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.replica import alike
-from lightning_dsgd.replica.consensus import average, give, make_alike
 from lightning_dsgd.replica.flat import FlatParameters
 from lightning_dsgd.replica.part import halves_of
 from lightning_dsgd.replica.replica import Replica
@@ -124,7 +123,7 @@ class SurvivingReplica(Replica):
         if not gets:
             self._share_all(members or net)
         if giver >= 0:
-            give(net, [*self._weights(), *self.module.buffers()], giver)
+            alike.give(net, [*self._weights(), *self.module.buffers()], giver)
         self._publish(self.parts)
         self._copy()
         was_new, self._is_new = self._is_new, False
@@ -217,12 +216,12 @@ class SurvivingReplica(Replica):
         flags = net.all_gather(torch.tensor([int(self._is_finished)])).wait()
         done = [rank for rank, flag in enumerate(flags) if flag]
         if done:
-            give(net, tensors, done[0])
+            alike.give(net, tensors, done[0])
             return
         if self._sums_units:
-            make_alike(net, tensors[len(self.parts) :])  # ranks may be in different steps
+            alike.make_alike(net, tensors[len(self.parts) :])  # ranks may be in different steps
             return
-        for live, mean in zip(tensors, average(net, tensors), strict=True):
+        for live, mean in zip(tensors, alike.average(net, tensors), strict=True):
             live.copy_(mean)
 
     @torch.no_grad()

@@ -31,15 +31,18 @@ from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.primitives.step_scaling import Unscaled, made_for
-from lightning_dsgd.replica import alike, early, flat
-from lightning_dsgd.replica.consensus import (
+from lightning_dsgd.replica import early, flat
+from lightning_dsgd.replica.alike import (
     average,
     averaged,
+    check_alike,
+    check_disjoint,
     differing,
     distance,
     exchanged,
     give,
     make_alike,
+    num_bytes,
 )
 from lightning_dsgd.replica.held_back import apply_held_back, unclipped
 from lightning_dsgd.replica.part import Part, Saved, halves_of, mean_figures, settle_together
@@ -104,9 +107,9 @@ class Replica:
         self._trained: dict[int, list[int]] = {}  # identities of an optimizer's parameters
         self._to_load = Saved()
         self._optimizers = list(optimizers)
-        net.expect_at_most(_MESSAGE_PER_REPLICA * alike.num_bytes(module, optimizers))
+        net.expect_at_most(_MESSAGE_PER_REPLICA * num_bytes(module, optimizers))
         flat.check_module(module)
-        alike.check_disjoint(module, optimizers)
+        check_disjoint(module, optimizers)
         early.check(algorithm, self._layout, check_finite=check_finite)
         self._check_alike()
         self._fragments: dict[str, int] = {}
@@ -204,7 +207,7 @@ class Replica:
         return [part for optimizer in self._optimizers for part in self._parts[id(optimizer)]]
 
     def _check_alike(self) -> None:
-        alike.check_alike(self.net, self.module, self._optimizers)
+        check_alike(self.net, self.module, self._optimizers)
 
     def _copy(self) -> None:
         """Copies x as it is, where training goes on after a loss: see `SurvivingReplica`."""

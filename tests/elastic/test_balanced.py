@@ -30,7 +30,7 @@ from lightning_dsgd.data.units.loaders import UnitLoader
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.elastic.surviving import SurvivingReplica
-from lightning_dsgd.replica.consensus import give
+from lightning_dsgd.replica.alike import give
 from lightning_dsgd.transport.view import View
 from tests.support.killed import kill_after
 from tests.support.models import trainer

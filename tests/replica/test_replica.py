@@ -18,7 +18,7 @@ from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.wagma import WAGMA
-from lightning_dsgd.replica import consensus
+from lightning_dsgd.replica import alike
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.simulated import RankFailed, SimulatedWorld
 from tests.support.worlds import ProcessWorld
@@ -373,9 +373,9 @@ def test_a_model_that_differs_on_the_last_rank_is_refused(what: str) -> None:
 def compare_tensors(net: Any) -> tuple[list[int], float]:
     turned = [1, 2, 3] if net.rank else [2, 1, 3]  # the same words, in another order
     tensors = [torch.tensor(turned), torch.arange(5), torch.full((7,), 1.0 + (net.rank == 2))]
-    found = [id(each) for each in consensus.differing(net, tensors)]
+    found = [id(each) for each in alike.differing(net, tensors)]
     mine, mean = torch.tensor([3.0 * net.rank, 4.0]), torch.tensor([3.0, 4.0])
-    far = consensus.distance(net, [(mine, mine)], [(mine, mean)])
+    far = alike.distance(net, [(mine, mine)], [(mine, mean)])
     return [place for place, each in enumerate(tensors) if id(each) in found], far
 
 
@@ -388,11 +388,11 @@ def test_what_differs_is_found_and_a_distance_is_relative() -> None:
 def test_only_what_lies_within_a_flat_tensor_has_a_counterpart() -> None:
     storage = torch.arange(10.0)
     live, other = storage[2:6], torch.full((4,), 7.0)
-    within = consensus.counterpart(storage[3:5], [(live, other)])
+    within = alike.counterpart(storage[3:5], [(live, other)])
     assert within is not None
     assert within.tolist() == [7.0, 7.0]
-    assert consensus.counterpart(storage[5:7], [(live, other)]) is None
-    assert consensus.counterpart(storage[1:3], [(live, other)]) is None
+    assert alike.counterpart(storage[5:7], [(live, other)]) is None
+    assert alike.counterpart(storage[1:3], [(live, other)]) is None
 
 
 KINDS = {
@@ -409,7 +409,7 @@ def average_kinds(net: Any, floats: bool) -> dict[torch.dtype, Tensor]:
         for dtypes in KINDS.values()
         for dtype in dtypes
     }
-    means = consensus.average(net, [*tensors.values()], floats=floats)
+    means = alike.average(net, [*tensors.values()], floats=floats)
     return dict(zip(tensors, means, strict=True))
 
 
