@@ -22,9 +22,9 @@ needs the package in the job's environment.  `slow` says what `lab.diagnose` fin
 **What the watcher does.** It reads these files, and asks the ranks for the list of their recent
 collectives where something seems wrong (`watch`). A rank that writes nothing any more, since its
 program keeps Python's lock, is asked by the signal. A process that is gone without a last word was
-killed. `reader` turns the files into `records`, `waits` says who waits for whom, and `verdict` is a
-function of these; `purposes` says what a collective is for, `causes` what is often behind a
-pattern, `words` puts it into words.
+killed. `reader` turns the files into `records`, and `verdict` is a function of these, which says
+who waits for whom; `stacks` says what a collective is for, `causes` what is often behind a pattern,
+`words` puts it into words.
 
 **Why nobody waits for it.** The ranks wait for nothing: the thread reads a number from a file and
 goes on. The watcher waits for its command, and for answers a bounded time. Without the watcher, or

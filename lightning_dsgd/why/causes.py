@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lightning_dsgd.why.purposes import purpose_of
 from lightning_dsgd.why.records import Job
-from lightning_dsgd.why.stacks import Frame, has, users_frame, users_frames
+from lightning_dsgd.why.stacks import Frame, has, purpose_of, users_frame, users_frames
 from lightning_dsgd.why.verdict import Verdict
 
 _RANK: Final = re.compile(

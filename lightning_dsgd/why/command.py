@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd.why import compare, job, slow
-from lightning_dsgd.why.options import parser_of
 from lightning_dsgd.why.verdict import Verdict
 from lightning_dsgd.why.watch import TOLD, Watch
 
+STUCK_AFTER_S: Final = 30.0
 STATUS_STUCK: Final = 1
 """The exit status of a command that was ended as it was stuck."""
 _LOOKS_EVERY_S: Final = 0.5
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs a command and watches it, or tells what was found in a run."""
     given = sys.argv[2:] if argv is None else argv
     place = given.index("--") if "--" in given else len(given)
-    parser = parser_of(__doc__)
+    parser = _parser()
     args = parser.parse_args(given[:place])
     command = given[place + 1 :]
     if bool(command) == bool(args.run):
@@ -50,6 +50,41 @@ def main(argv: list[str] | None = None) -> None:
     if not args.stuck_after > 0:
         parser.error(f"--stuck-after must be positive, got {args.stuck_after}; try 30")
     sys.exit(_watch(parser, args, command) if command else _tell_of(parser, args.run))
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Returns the parser of what stands in front of `--`."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-dsgd why",
+        usage="lightning-dsgd why [options] -- COMMAND ...\n       lightning-dsgd why RUN [RUN]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, nargs="*", help="the folder of a run that was watched")
+    parser.add_argument(
+        "--stuck-after",
+        type=float,
+        default=STUCK_AFTER_S,
+        metavar="S",
+        help="a rank that keeps the others waiting for so many seconds is stuck, unless it works "
+        "or a step usually takes as long (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--end", action="store_true", help="end a job that is stuck, with exit status 1"
+    )
+    parser.add_argument(
+        "--only-stuck",
+        action="store_true",
+        help="record no steps, which are recorded of DDP else, to say why it is slow",
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        default=Path(time.strftime("why_%Y%m%d_%H%M%S")),
+        metavar="FOLDER",
+        help="where the ranks write; all nodes must share it (default: why_DATE_TIME here)",
+    )
+    return parser
 
 
 def _watch(parser: argparse.ArgumentParser, args: argparse.Namespace, command: list[str]) -> int:

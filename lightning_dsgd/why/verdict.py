@@ -29,13 +29,13 @@ any more, so the others need not wait for that verdict.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_dsgd.why.purposes import waits_outside
 from lightning_dsgd.why.records import Collective, Ending, Job, Rank
-from lightning_dsgd.why.waits import Wait, waits_of
+from lightning_dsgd.why.stacks import waits_outside
 
 USUAL_TIMES: Final = 10.0
 """A rank is suspicious after so many times what it usually takes between two collectives."""
@@ -53,6 +53,8 @@ _CONSEQUENCE: Final = re.compile(
 )
 """What a rank says after another one has gone."""
 _BAD: Final = ("raised", "killed", "terminated", "crashed")
+_SAME_SIZES: Final = ("all_reduce", "broadcast", "reduce", "_allgather_base")
+"""The collectives in which all ranks must give as many numbers."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,18 @@ class Verdict:
     is_over: bool = False
     is_late_only: bool = False
     instead: Collective | None = None
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Holds the collective in which ranks of one group wait, and for whom."""
+
+    collective: Collective
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    strange: tuple[int, ...]
+    instead: Collective | None
+    since_s: float
 
 
 def judge(job: Job, stuck_after_s: float) -> Verdict | None:
@@ -129,6 +143,45 @@ def _at_the_start(job: Job, stuck_after_s: float) -> Verdict | None:
 
 
 # ---- in collectives ----
+
+
+def waits_of(job: Job) -> dict[str, Wait]:
+    """Returns the groups in which somebody waits: by the numbers that torch gives collectives."""
+    found = {}
+    names = {name for rank in job.ranks.values() for name in rank.groups}
+    for name in names:
+        stands = {r.rank: r.groups[name] for r in job.ranks.values() if name in r.groups}
+        pending = {rank: group for rank, group in stands.items() if group.entered > group.over}
+        if not pending:
+            continue
+        number = min(group.over for group in pending.values()) + 1
+        waiting = tuple(sorted(rank for rank in pending if pending[rank].over + 1 == number))
+        members = set(stands).union(*(group.ranks for group in pending.values()))
+        missing = tuple(
+            sorted(rank for rank in members if rank not in stands or stands[rank].entered < number)
+        )
+        told = {
+            rank: group.recent[number] for rank, group in stands.items() if number in group.recent
+        }
+        strange = _strange(told)
+        alike = [told[rank] for rank in waiting if rank in told and rank not in strange]
+        known = alike[0] if alike else Collective(name, number, "collective")
+        instead = told[strange[0]] if strange else None
+        since_s = max(pending[rank].still_s for rank in waiting)
+        found[name] = Wait(known, waiting, missing, strange, instead, since_s)
+    return found
+
+
+def _strange(told: dict[int, Collective]) -> tuple[int, ...]:
+    """Returns the ranks whose collective of one number differs from that of most."""
+    kinds = {
+        rank: (each.name, each.size if each.name in _SAME_SIZES else 0)
+        for rank, each in told.items()
+    }
+    if len(set(kinds.values())) < 2:
+        return ()
+    most, _ = Counter(kinds.values()).most_common(1)[0]
+    return tuple(sorted(rank for rank, kind in kinds.items() if kind != most))
 
 
 def _in_collectives(job: Job, stuck_after_s: float) -> Verdict | None:

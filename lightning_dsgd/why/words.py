@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from lightning_dsgd.why.causes import place_of, usual_cause
-from lightning_dsgd.why.purposes import purpose_of
 from lightning_dsgd.why.records import Job, Rank
-from lightning_dsgd.why.stacks import Frame
+from lightning_dsgd.why.stacks import Frame, purpose_of
 from lightning_dsgd.why.verdict import Verdict
 
 _MOST_RANKS: Final = 8
