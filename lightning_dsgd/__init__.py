@@ -26,7 +26,7 @@ _HOMES = {
     "Algorithm": "algorithm",
     "BalancedStrategy": "trainer.balanced",
     "BatchSizesSampler": "data.unequal_sampler",
-    "CheckpointArtifacts": "lab.checkpoint_artifacts",
+    "CheckpointArtifacts": "lab.callbacks",
     "CommunicationMonitor": "lab.callbacks",
     "DecentralizedStrategy": "trainer.strategy",
     "Diverged": "transport",
@@ -49,9 +49,9 @@ if TYPE_CHECKING:  # "as": `mypy --strict` takes a name only where it is exporte
     from lightning_dsgd.algorithms import *  # noqa: F403
     from lightning_dsgd.data.unequal_sampler import BatchSizesSampler as BatchSizesSampler
     from lightning_dsgd.fabric.strategy import FabricStrategy as FabricStrategy
+    from lightning_dsgd.lab.callbacks import CheckpointArtifacts as CheckpointArtifacts
     from lightning_dsgd.lab.callbacks import CommunicationMonitor as CommunicationMonitor
     from lightning_dsgd.lab.callbacks import StragglerInjector as StragglerInjector
-    from lightning_dsgd.lab.checkpoint_artifacts import CheckpointArtifacts as CheckpointArtifacts
     from lightning_dsgd.lab.loggers import OfflineWandbLogger as OfflineWandbLogger
     from lightning_dsgd.lab.timeline.loop_trace import LoopTrace as LoopTrace
     from lightning_dsgd.lab.timeline.step_trace import StepTrace as StepTrace

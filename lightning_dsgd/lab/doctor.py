@@ -10,22 +10,26 @@ so many seconds.  Nothing here raises: what a check could not find out is what i
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import shutil
+import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from tqdm import tqdm
+
 from lightning_dsgd import hyperparameters
-from lightning_dsgd.lab import paths
 from lightning_dsgd.lab.jobs import network
 from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.options import Parser
-from lightning_dsgd.lab.progress import of_checks
+from lightning_dsgd.transport.names import NODE_LISTS, first_node
 
 CHILD_TIMEOUT_S: Final = 90.0
 
@@ -74,6 +78,14 @@ LAUNCHERS: Final = {
 """Which variables a launcher sets: one that is always there, the rank, the number of ranks."""
 _PREFIXES: Final = ("OMPI_", "PMI", "SLURM_", "HYDRA_", "MPI_LOCAL")
 """Prefixes of variables by which an MPI library would take the child for a rank of our own job."""
+_SIOCGIFADDR: Final = 0x8915
+_OWN_VARIABLES: Final = {
+    "NCCL": "NCCL_SOCKET_IFNAME",
+    "UCX": "UCX_NET_DEVICES",
+    "libfabric": "FI_TCP_IFACE",
+    "Open MPI": "OMPI_MCA_btl_tcp_if_include",
+}
+"""The variables by which a library is told its network interface."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +154,21 @@ def examine() -> list[Finding]:
     findings = [
         Finding("Python", True, f"{platform.python_version()}, {os.cpu_count()} cores"),
     ]
-    for subject, check in of_checks(checks):
+    for subject, check in _one_by_one(checks):
         try:
             findings += check()
         except Exception as error:  # the report goes on, and says so
             findings.append(Finding(subject, False, f"{type(error).__name__}: {error}"))
     return findings
+
+
+def _one_by_one(checks: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the checks by their names, and shows at a terminal which one is under way."""
+    with tqdm(total=len(checks), unit="check", leave=False, disable=None) as bar:
+        for name, check in checks.items():
+            bar.set_postfix_str(name)
+            yield name, check
+            bar.update()
 
 
 def report(findings: list[Finding]) -> str:
@@ -279,11 +300,11 @@ def launcher() -> list[Finding]:
 
 def network_of_ranks() -> list[Finding]:
     """Examines whether all traffic of this job takes one network."""
-    subject, host = "network", paths.rendezvous()
+    subject, host = "network", rendezvous()
     if not host:
         return [Finding(subject, True, "known on a node of a job: `srun lightning-dsgd doctor`")]
     try:
-        found = paths.interfaces()
+        found = interfaces()
     except OSError as error:
         advice = "give the name to the cluster's DNS or to /etc/hosts of every node"
         text = f"the ranks meet at {host}; a name does not resolve: {error}"
@@ -292,6 +313,60 @@ def network_of_ranks() -> list[Finding]:
     is_one = len(set(found.values())) == 1
     advice = "" if is_one else "set GLOO_SOCKET_IFNAME, and the library's variable, to one of them"
     return [Finding(subject, is_one, f"{text}; the ranks meet at {host}", advice)]
+
+
+def rendezvous(variables: Mapping[str, str] = os.environ) -> str:
+    """Returns the machine where the ranks of this job meet; empty if no launcher has named it."""
+    given = variables.get("MASTER_ADDR", "")
+    lists = [variables[name] for name in NODE_LISTS if name in variables]
+    return given or (first_node(lists[0]) if lists else "")
+
+
+def interfaces(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns over which network interface each kind of traffic between ranks leaves this machine.
+
+    Traffic that takes a second, slower network makes a job slow, and no error tells it.
+
+        messages          GLOO_SOCKET_IFNAME, else the interface that leads to the rendezvous
+        gloo              GLOO_SOCKET_IFNAME, else the one whose address this machine's name has
+        NCCL, UCX, MPI    their own variables; without one, the library chooses, and nothing is told
+
+    Raises:
+        OSError: if a name does not resolve
+    """
+    chosen = variables.get("GLOO_SOCKET_IFNAME", "")
+    found = {
+        "messages": chosen or _interface_of(_address_towards(rendezvous(variables))),
+        "gloo": chosen or _interface_of(socket.gethostbyname(socket.gethostname())),
+    }
+    for name, variable in _OWN_VARIABLES.items():
+        given = variables.get(variable, "").lstrip("=")
+        if given and not given.startswith("^"):  # which leaves interfaces out
+            found[name] = given
+    return found
+
+
+def _address_towards(host: str) -> str:
+    """Returns this machine's address on the way to a host."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(address)  # sends nothing: a datagram socket only looks up the route
+        return str(probe.getsockname()[0])
+
+
+def _interface_of(address: str) -> str:
+    """Returns the interface with this address, or the address where none has it."""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return address
 
 
 def emulated_networks() -> list[Finding]:

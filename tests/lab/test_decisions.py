@@ -17,9 +17,8 @@ from lightning_dsgd.lab.decisions import OWN_RATE, SITUATIONS, Choice, Situation
 from lightning_dsgd.lab.diagnose import remedies
 from lightning_dsgd.lab.diagnose.verdict import CAUSES
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
-from lightning_dsgd.lab.simulate.machines import Machine
+from lightning_dsgd.lab.simulate.machines import Machine, Recorded
 from lightning_dsgd.lab.simulate.model import run
-from lightning_dsgd.lab.simulate.recorded import Recorded
 
 ROOT = Path(__file__).parents[2]
 ALL = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dsgd.cli import main
-from lightning_dsgd.lab import doctor, paths
+from lightning_dsgd.lab import doctor
 from lightning_dsgd.lab.doctor import Finding
 
 
@@ -140,5 +140,5 @@ def test_messages_leave_where_the_rendezvous_is(monkeypatch: pytest.MonkeyPatch)
     """And gloo by the address of this machine's name: on many machines, that is loopback's."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "192.0.2.7")
-    found = paths.interfaces({"MASTER_ADDR": "127.0.0.1"})
+    found = doctor.interfaces({"MASTER_ADDR": "127.0.0.1"})
     assert found == {"messages": "lo", "gloo": "192.0.2.7"}

@@ -64,8 +64,7 @@ from lightning_dsgd.lab.diagnose.elsewhere import LATENCY_S, link_of, some_ranks
 from lightning_dsgd.lab.diagnose.times import PARTS, Times
 from lightning_dsgd.lab.diagnose.verdict import Verdict, base
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
-from lightning_dsgd.lab.simulate.machines import Machine
-from lightning_dsgd.lab.simulate.recorded import Recorded
+from lightning_dsgd.lab.simulate.machines import Machine, Recorded
 from lightning_dsgd.primitives.quantised import LEAST_PIECE
 
 MOST_PIECES: Final = AllReduce.num_buckets

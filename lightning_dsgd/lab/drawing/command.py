@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, TypeVar
 
-from lightning_dsgd.lab.drawing import page, perfetto, picture
+from lightning_dsgd.lab.drawing import browser, picture
 from lightning_dsgd.lab.options import Parser
 
 T = TypeVar("T", int, float)
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         runs = picture.named_apart(runs, args.runs)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    write = {"html": page.html, "svg": picture.svg, "perfetto": perfetto.trace_events}[form]
+    write = {"html": browser.html, "svg": picture.svg, "perfetto": browser.trace_events}[form]
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(write(runs), encoding="utf-8")
     for run in runs:

@@ -308,12 +308,12 @@ class StepTrace(pl.Callback):
         if trainer.is_global_zero and is_ddp:
             rank_zero_info(self._verdict())
         if trainer.is_global_zero and loggers:
-            from lightning_dsgd.lab.drawing import page, picture  # no other rank needs them
+            from lightning_dsgd.lab.drawing import browser, picture  # no other rank needs them
 
             try:
                 run = picture.load(self.folder, most_spans=_MOST_SPANS)
                 for logger in loggers:
-                    trackers.give_page(logger, "timeline", page.html([run]))
+                    trackers.give_page(logger, "timeline", browser.html([run]))
             except (ValueError, OSError) as error:
                 warnings.warn(f"the run gets no timeline: {error}", stacklevel=2)
 

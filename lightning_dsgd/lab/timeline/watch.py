@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.lab.accelerators import DeviceTimes, times_of
 from lightning_dsgd.lab.timeline import processors
-from lightning_dsgd.lab.timeline.meetings import Meetings
-from lightning_dsgd.lab.timeline.pauses import Pauses
+from lightning_dsgd.lab.timeline.calls import Meetings, Pauses
 from lightning_dsgd.lab.timeline.recorder import ALL, Recorder
 from lightning_dsgd.lab.timeline.sums import Sums
 

@@ -29,10 +29,9 @@ from lightning_dsgd.lab.diagnose.remedies import (
 from lightning_dsgd.lab.diagnose.times import PARTS, Times, times_of
 from lightning_dsgd.lab.diagnose.verdict import Verdict, judge
 from lightning_dsgd.lab.diagnose.words import lines
-from lightning_dsgd.lab.simulate.machines import Machine
+from lightning_dsgd.lab.simulate.machines import Machine, Recorded
 from lightning_dsgd.lab.simulate.model import message_bytes, run
 from lightning_dsgd.lab.simulate.processors import Costs
-from lightning_dsgd.lab.simulate.recorded import Recorded
 from lightning_dsgd.simulated import SimulatedTransport, SimulatedWorld
 from tests.lab.diagnose import made
 

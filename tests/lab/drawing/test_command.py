@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.machines import MACHINES
 from lightning_dsgd.cli import main
-from lightning_dsgd.lab.drawing import command, page, picture
+from lightning_dsgd.lab.drawing import browser, command, picture
 from lightning_dsgd.lab.simulate import model
 from lightning_dsgd.lab.timeline.recorder import file_of
 from tests.lab.timeline.support import record
@@ -37,7 +37,7 @@ def test_a_page_holds_both_runs_and_fetches_nothing(runs: Path, tmp_path: Path) 
     assert [run["name"] for run in parsed["runs"]][1] == "wagma, 4 ranks, simulated"
     # A name cannot end the script.
     run = picture.load(runs / "wagma-4")
-    text = page.html([picture.Run("</script><b>", run.tracks)])
+    text = browser.html([picture.Run("</script><b>", run.tracks)])
     assert text.count("</script>") == 1
     assert "<title>&lt;/script&gt;&lt;b&gt;</title>" in text
 
@@ -45,7 +45,7 @@ def test_a_page_holds_both_runs_and_fetches_nothing(runs: Path, tmp_path: Path) 
 def test_a_name_stays_text_in_the_page(runs: Path) -> None:
     """It takes neither the place of the data or the title, nor begins a comment in the script."""
     name = "TITLE <!--<script> /*DATA*/null"
-    text = page.html([picture.Run(name, picture.load(runs / "wagma-4").tracks)])
+    text = browser.html([picture.Run(name, picture.load(runs / "wagma-4").tracks)])
     assert "<title>TITLE &lt;!--&lt;script&gt; /*DATA*/null</title>" in text
     (data,) = re.findall(r"^const DATA = (.*)$", text, re.MULTILINE)
     assert "<" not in data

@@ -11,10 +11,9 @@ import pytest
 
 from benchmarks import predictions, simulated_rows
 from benchmarks.machines import MACHINES
-from lightning_dsgd.lab.simulate.machines import Machine
+from lightning_dsgd.lab.simulate.machines import Machine, Recorded
 from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.simulate.processors import Costs, usual_costs
-from lightning_dsgd.lab.simulate.recorded import Recorded
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results" / "simulate"
 
