@@ -32,7 +32,7 @@ _HOMES = {
     "Diverged": "transport",
     "FabricStrategy": "fabric.strategy",
     "LoopTrace": "lab.timeline.loop_trace",
-    "OfflineWandbLogger": "lab.loggers",
+    "OfflineWandbLogger": "lab.trackers",
     "PeerLost": "transport",
     "ShardedStrategy": "sharded.strategy",
     "StepTrace": "lab.timeline.step_trace",
@@ -52,9 +52,9 @@ if TYPE_CHECKING:  # "as": `mypy --strict` takes a name only where it is exporte
     from lightning_dsgd.lab.callbacks import CheckpointArtifacts as CheckpointArtifacts
     from lightning_dsgd.lab.callbacks import CommunicationMonitor as CommunicationMonitor
     from lightning_dsgd.lab.callbacks import StragglerInjector as StragglerInjector
-    from lightning_dsgd.lab.loggers import OfflineWandbLogger as OfflineWandbLogger
     from lightning_dsgd.lab.timeline.loop_trace import LoopTrace as LoopTrace
     from lightning_dsgd.lab.timeline.step_trace import StepTrace as StepTrace
+    from lightning_dsgd.lab.trackers import OfflineWandbLogger as OfflineWandbLogger
     from lightning_dsgd.plain.training import decentralized as decentralized
     from lightning_dsgd.sharded.strategy import ShardedStrategy as ShardedStrategy
     from lightning_dsgd.trainer.balanced import BalancedStrategy as BalancedStrategy

@@ -67,7 +67,7 @@ WINGS = {
     "trainer transport",
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
-LAB_ON_RANKS = "lab.jobs.fit lab.callbacks lab.timeline.step_trace lab.loggers lab.trackers"
+LAB_ON_RANKS = "lab.jobs.fit lab.callbacks lab.timeline.step_trace lab.trackers"
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {
     "transport.endpoint transport.view": "primitives.nodes elastic session sharded simulated",

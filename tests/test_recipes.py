@@ -18,7 +18,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_dsgd.cli import main
-from lightning_dsgd.lab.loggers import OfflineWandbLogger
+from lightning_dsgd.lab.trackers import OfflineWandbLogger
 from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.worlds import FitWorld
 

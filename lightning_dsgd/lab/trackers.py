@@ -9,15 +9,19 @@
 | checkpoints with replicas | artifact | artifact | none | none |
 
 Rank 0 alone calls these functions.  They know a logger by the name of Lightning's class, and so
-those of `pytorch_lightning` too.
+those of `pytorch_lightning` too.  `OfflineWandbLogger` is the logger of the recipes.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from lightning.pytorch.loggers import WandbLogger
 
 from lightning_dsgd.trainer import seams
 
@@ -149,3 +153,26 @@ def give_checkpoint(
     if replicas.is_dir():
         client.log_artifacts(logger.run_id, str(replicas), f"{where}/{file.name}.replicas")
     client.log_text(logger.run_id, json.dumps(about), f"{where}/about.json")
+
+
+class OfflineWandbLogger(WandbLogger):
+    """Lightning's WandbLogger, which writes to `wandb/` and sends nothing unless it is told to.
+
+    An agent of a sweep tells it to: the runs that an agent starts are online.  The environment
+    variable WANDB_MODE comes first: with "online" it sends, with "disabled" it does not even write.
+    (`WandbLogger(offline=True)` itself overwrites that variable.)
+
+    Args:
+        project: under which the run stands; checkpoints go to a folder of this name.
+        **kwargs: options of WandbLogger, but not `offline`.
+    """
+
+    def __init__(self, project: str = "lightning-dsgd", **kwargs: Any) -> None:
+        if importlib.util.find_spec("wandb") is None:
+            raise ModuleNotFoundError(
+                "OfflineWandbLogger needs the package wandb, which is not installed; install it "
+                "(pip install 'lightning-dsgd[wandb]'), or use CSVLogger"
+            )
+        by_default = "online" if os.environ.get("WANDB_SWEEP_ID") else "offline"
+        offline = os.environ.get("WANDB_MODE", by_default) in ("offline", "dryrun")
+        super().__init__(project=project, offline=offline, **kwargs)
