@@ -1,4 +1,11 @@
-"""How a process that was forked from a rank ends, and how a rank says what became of it."""
+"""How a rank's process ends, how a process that was forked from it ends, and how a rank says why.
+
+A rank whose training thread hangs in a library does not notice the loss of another rank: then
+`LastResort` ends its process.
+
+Threads: the training thread and signal handlers call the functions.  With `LastResort` the mesh's
+thread tells of the loss, and starts a timer; the timer's thread reads the session's phase.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +18,13 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from lightning_dsgd.transport import Transport, TransportError, failed
+from lightning_dsgd.session.phases import Phase
+from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
 
 _ALIKE_WITHIN_S: Final = 1.0
 """How long a rank that fails before training waits to see whether all do."""
+NOTICE_WITHIN_S: Final = 15.0
+"""How long a training thread may take to notice a loss before its process is ended."""
 _SIGNUM: Final = "ended_by"
 """The attribute of what a rank raises after a signal that holds the signal's number."""
 _FLUSH_WITHIN_S: Final = 1.0
@@ -96,3 +106,38 @@ def end_fork_by(signum: int) -> None:
 def is_loaders_worker() -> bool:
     """Returns whether this process is a worker of a DataLoader."""
     return torch.utils.data.get_worker_info() is not None
+
+
+class LastResort:
+    """Ends a rank's process if the training thread, which may hang in a library, misses a loss."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._timer: threading.Timer | None = None
+
+    def await_notice(self, lost: PeerLost) -> None:
+        """Ends this process after a while, unless the training thread notices the loss."""
+        session = self._session
+        net = session.net_if_open  # the training thread may close it at any moment
+        if net is not None and net.ends_with_peers:
+            say(f"[rank {session.rank}] {lost}")
+        session.quiet_observer()
+        if net is not None:  # else training is over
+            self._timer = threading.Timer(NOTICE_WITHIN_S, self._end, [lost])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _end(self, lost: PeerLost) -> None:
+        session = self._session
+        if session.is_open and session.phase is not Phase.BROKEN:  # also in another view by now
+            say(
+                f"[rank {session.rank}] ends: {lost}, and training did not come back to notice "
+                f"within {NOTICE_WITHIN_S:g} s"
+            )
+            session.end_children()
+            os._exit(1)
+
+    def cancel(self) -> None:
+        """Cancels the timer, as training is over and the network closed."""
+        if self._timer is not None:
+            self._timer.cancel()

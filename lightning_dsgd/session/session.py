@@ -7,7 +7,7 @@ one means, the session asks its `ranks`.
 Threads: the training thread owns a session.  Signal handlers run in that thread, between any two of
 its instructions: they read the phase and the training, set a flag of the session's ranks, or call
 `AgreedBatch.request` or `interrupt`.  The mesh's thread and a timer's read the phase, where a rank
-is lost (`last_resort`).  A read of one attribute is whole, which the interpreter's lock sees to.
+is lost (`LastResort`).  A read of one attribute is whole, which the interpreter's lock sees to.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.data.unequal import Samples
 from lightning_dsgd.primitives.own_device import await_step
 from lightning_dsgd.replica.held_back import unclipped
-from lightning_dsgd.session.ending import all_fail, end_fork, reason_of, say
+from lightning_dsgd.session.ending import LastResort, all_fail, end_fork, reason_of, say
 from lightning_dsgd.session.face import Face
-from lightning_dsgd.session.last_resort import LastResort
-from lightning_dsgd.session.lateness import NUM_FIGURES, Lateness
-from lightning_dsgd.session.phases import APART, ENDS, FOLLOWING, Phase, no_change
-from lightning_dsgd.session.purposes import (
+from lightning_dsgd.session.meeting import (
     AFTER_BATCH,
     END_TRAINING,
+    NUM_FIGURES,
     NUM_PURPOSES,
     OTHER,
     REDUCE,
+    Lateness,
     check_together,
 )
+from lightning_dsgd.session.phases import APART, ENDS, FOLLOWING, Phase, no_change
 from lightning_dsgd.session.ranks import Ranks
 from lightning_dsgd.session.sharding import Sharding
 from lightning_dsgd.session.signals import Signals
@@ -306,7 +306,7 @@ class Session(Face, Generic[TrainingT]):
         which the others stop.
 
         Args:
-            what: what this rank is here for, as `purposes` names it
+            what: what this rank is here for, as `meeting` names it
 
         Returns:
             Whether all are here for the same purpose.

@@ -17,7 +17,7 @@ serves those that have batches left.  Then
 - some are to validate: all validate, and those go on with fewer batches left than before; or
 - all are before an epoch: it begins where one of them is not finished.  That one has a batch in it,
   or counts as finished after it.  So epochs end where `max_steps` or `max_epochs` bound them; or
-- they have come to different points: every rank raises an error that says so (`purposes`).
+- they have come to different points: every rank raises an error that says so (`meeting`).
 
 Ranks with as many batches as each other come to the same points by themselves, and ask nothing.
 Ranks may have different numbers if they say so before training, or do not know them (streams), or
@@ -36,7 +36,7 @@ from typing import Any, Final
 
 import torch
 
-from lightning_dsgd.session.purposes import END_EPOCH, FINISHED, GO_ON, VALIDATE
+from lightning_dsgd.session.meeting import END_EPOCH, FINISHED, GO_ON, VALIDATE
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.trainer import seams
 

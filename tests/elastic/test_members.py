@@ -21,7 +21,7 @@ from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.fabric.collectives import FabricSession
 from lightning_dsgd.lab.callbacks import gathered
-from lightning_dsgd.session.last_resort import NOTICE_WITHIN_S
+from lightning_dsgd.session.ending import NOTICE_WITHIN_S
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.session.phases import FOLLOWING, Phase
@@ -241,8 +241,8 @@ def timers(monkeypatch) -> Timers:
     def end(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr("lightning_dsgd.session.last_resort.threading.Timer", made)
-    monkeypatch.setattr("lightning_dsgd.session.last_resort.os._exit", end)
+    monkeypatch.setattr("lightning_dsgd.session.ending.threading.Timer", made)
+    monkeypatch.setattr("lightning_dsgd.session.ending.os._exit", end)
     return made
 
 

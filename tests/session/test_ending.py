@@ -24,7 +24,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dsgd.lab.jobs.job import is_of_mpich
-from lightning_dsgd.session import last_resort
+from lightning_dsgd.session import ending
 from lightning_dsgd.session.ending import all_fail
 from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.trainer.children import Processes
@@ -86,7 +86,7 @@ def test_slurms_signal_saves_between_batches_and_requeues(name: str, tmp_path: P
 
 # A rank that fails ends all
 def fit(name: str, folder: str, plans: tuple[Plan, ...], kwargs: dict[str, Any]) -> None:
-    last_resort.NOTICE_WITHIN_S = kwargs.pop("notice_within_s", 15.0)
+    ending.NOTICE_WITHIN_S = kwargs.pop("notice_within_s", 15.0)
     try:
         doomed.fit(name, folder, plans, **kwargs)
     finally:

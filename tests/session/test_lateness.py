@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.algorithms import make_algorithm
-from lightning_dsgd.session import lateness
-from lightning_dsgd.session.lateness import Lateness
+from lightning_dsgd.session import meeting
+from lightning_dsgd.session.meeting import Lateness
 from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import Transport
 from tests.support.faces import FACES, Loop
@@ -122,7 +122,7 @@ NUM_STEPS = 6
 
 
 def listen(least_s: float) -> Heard:
-    lateness.LEAST_S = least_s
+    meeting.LEAST_S = least_s
     return Heard("lightning_dsgd")
 
 

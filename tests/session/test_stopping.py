@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.session.purposes import END_EPOCH
+from lightning_dsgd.session.meeting import END_EPOCH
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.stopping import END, MEET, SAVE, STOP, AgreedBatch
 from lightning_dsgd.transport import PeerLost, Timeout

@@ -1,4 +1,19 @@
-"""Which rank the others wait for, from one meeting of all ranks to the next.
+"""What ranks tell each other at a meeting (`Session.meet`): what each comes for, and who is late.
+
+**What a rank comes for**, and for which purposes ranks may meet:
+
+    STOP, END, SAVE, MEET      it has done the batch after which all do something (`stopping`)
+    VALIDATE, END_EPOCH        it validates; it has done all batches that it has in an epoch
+    GO_ON, FINISHED            it has another epoch to train; it has no more to train
+    END_TRAINING               it has trained
+    REDUCE                     a sum or a mean over ranks
+    OTHER                      a barrier, a broadcast, a checkpoint, an evaluation
+
+A rank that comes for one of the first line goes on with its batches, and the others wait on.  Ranks
+that come for purposes of one of the other lines go on together.  All others have come apart, and
+would wait for each other in different places: each raises an error that names who is where.
+
+**Which rank the others wait for**, from one meeting of all ranks to the next:
 
     elapsed_i   from the end of a meeting until rank i has come to the next one, and its device has
                 made all that is queued by then
@@ -8,8 +23,8 @@
 All ranks leave a meeting at the same time, so no clock is compared.  The late rank is the one that
 is least idle.  What all ranks wait alike, for the network, makes nobody late.
 
-The figures travel with the votes of the meeting (`Session.meet`): nobody sends a message for them,
-or waits for one.
+The purposes are votes, and the figures of lateness travel with them: nobody sends a message for the
+figures, or waits for one.
 """
 
 from __future__ import annotations
@@ -20,8 +35,32 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from lightning_dsgd.agreement import by_rank, everyones
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.session.stopping import END, MEET, SAVE, STOP
 from lightning_dsgd.transport import Transport
+
+OTHER: Final = 0
+VALIDATE: Final = 5
+END_EPOCH: Final = 6
+GO_ON: Final = 7
+FINISHED: Final = 8
+END_TRAINING: Final = 9
+REDUCE: Final = 10
+NUM_PURPOSES: Final = 11
+
+AFTER_BATCH: Final = (STOP, END, SAVE, MEET)
+"""The purposes of ranks that go on with their batches."""
+_TOGETHER: Final = ({VALIDATE, END_EPOCH}, {GO_ON, FINISHED})
+_WORDS: Final = {
+    OTHER: "a barrier, a broadcast, a checkpoint or an evaluation",
+    VALIDATE: "a validation",
+    END_EPOCH: "the end of its batches of an epoch",
+    GO_ON: "the beginning of another epoch",
+    FINISHED: "the end of its last epoch",
+    END_TRAINING: "the end of its training",
+    REDUCE: "a value over all ranks (sync_dist=True, or a decision of all)",
+}
 
 IDLE_SHARE: Final = 0.2
 """The share of the time beyond which others must be idle for a user to be told."""
@@ -29,6 +68,18 @@ LEAST_S = 5.0
 """The time that is judged together; in less, a rank may be late by chance."""
 NUM_FIGURES: Final = 3
 """The number of figures that a rank brings along."""
+
+
+def check_together(meetings: Transport, mine: int, votes: Tensor) -> None:
+    """Raises `ValueError`, on every rank, where the votes are for what cannot be done together."""
+    given = {purpose for purpose, count in enumerate(votes.tolist()) if count}
+    if len(given) > 1 and given not in _TOGETHER:
+        texts = everyones(meetings, f"{_WORDS[mine]}")
+        raise ValueError(
+            "all ranks must come to the same points of a training in the same order, got "
+            f"{by_rank(texts)}; log the same values on all ranks, and save, evaluate and stop on "
+            "all or on none"
+        )
 
 
 class Lateness:
