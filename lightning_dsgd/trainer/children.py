@@ -13,6 +13,7 @@ calls from its own thread, and `_await_children`, which Python calls when it end
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import multiprocessing
 import os
@@ -22,15 +23,17 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dsgd.session.ending import say
-from lightning_dsgd.trainer import openmp, seams
+from lightning_dsgd.trainer import seams
 from lightning_dsgd.transport import PeerLost
 
+_PAUSE_HARD: Final = 2  # omp_pause_hard
 _CHILDREN_END_WITHIN_S: Final = 10.0
 _CHILDREN_STOP_WITHIN_S: Final = 30.0
 """How long ranks may take to end once all have stopped after the same batch, and have saved."""
@@ -171,7 +174,7 @@ class Processes:
     def _launch(self, *args: Any, **kwargs: Any) -> Any:
         """Starts ranks, which may compute on several threads whatever this process has computed."""
         if self._start_method == "fork":
-            self._has_openmp = openmp.end_threads()
+            self._has_openmp = _end_openmp_threads()
         return seams.launch(self._launcher, *args, **kwargs)
 
     def _run_rank(self, local_rank: int, *args: Any) -> None:
@@ -234,3 +237,25 @@ def _is_interactive() -> bool:
 @functools.cache
 def _announce_forks() -> None:
     rank_zero_info("An interactive session: the ranks are forked from this process.")
+
+
+def _end_openmp_threads() -> bool:
+    """Ends OpenMP's threads for this thread; returns whether a forked process may have its own.
+
+    A forked process with GNU's OpenMP believes that its parent's threads are there too, and waits
+    for them in its first parallel region, for ever.  Threads are started again where needed.
+    Other OpenMPs (LLVM's, Intel's) see to that themselves.
+    """
+    maps = Path("/proc/self/maps")
+    if not maps.exists():  # not Linux, where torch brings another OpenMP than GNU's
+        return True
+    files = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
+    try:
+        results = [
+            ctypes.CDLL(file).omp_pause_resource_all(_PAUSE_HARD)
+            for file in sorted(files)
+            if Path(file).name.startswith("libgomp")
+        ]
+    except (AttributeError, OSError):  # it is older than OpenMP 5.0, or its file is gone
+        return False
+    return not any(results)
