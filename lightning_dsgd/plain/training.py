@@ -12,6 +12,10 @@ What the Trainer is told by its hooks, this face is told by those of torch's opt
 All ranks do the same in the same order where they meet: `consensus`, `mean`, `barrier`, `save`,
 `load` and the end of the `with`.  Between those each rank makes as many steps as it has batches.
 With `on_loss="continue"` the others go on where one is lost: `elastic.members`.
+
+From `decentralized(...)` on until its `with` is entered each optimizer refuses to step: a step
+there would train one rank alone, in silence.  The refusal is held by the optimizer, as the
+`decentralized(...)` may be kept by nobody.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Final, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +34,6 @@ from torch.optim import Optimizer
 from lightning_dsgd import devices, keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms.written import check_algorithm
-from lightning_dsgd.plain import outside
 from lightning_dsgd.plain.launch import Launch, find_launch
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
@@ -41,6 +44,10 @@ from lightning_dsgd.session.options import WholeOptions
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.under_way import Training, trained
+
+_HELD: Final = "_refusal_of_lightning_dsgd"
+"""The optimizer's attribute that holds the handle of its refusal."""
+_PLACE: Final = "`with decentralized(...) as replica:`"
 
 
 @keywords.lists(WholeOptions)
@@ -105,15 +112,15 @@ class decentralized(Loop):
                 "between them, got scaler=...; use bfloat16, as in "
                 "fully_shard(..., mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))"
             )
-        outside.refuse_steps(self._optimizers)
+        _refuse_steps(self._optimizers)
 
     def _check_met(self, what: str) -> None:
         if self._session.phase is Phase.OPENING:
-            raise outside.must_be_inside(what)
+            raise _must_be_inside(what)
 
     def _check_inside(self, what: str) -> None:
         if self._session.phase in (Phase.OPENING, Phase.OVER):
-            raise outside.must_be_inside(what)
+            raise _must_be_inside(what)
 
     # ---- entering ----
 
@@ -122,7 +129,7 @@ class decentralized(Loop):
             raise RuntimeError(
                 "decentralized(...) must be entered once, got a second time; make another one"
             )
-        outside.allow_steps(self._optimizers)
+        _allow_steps(self._optimizers)
         try:
             self._open()
         except BaseException as error:
@@ -306,3 +313,33 @@ def _foreign(value: Any) -> Any:
         return next((found for each in value if (found := _foreign(each)) is not None), None)
     plain = value is None or type(value) in (bool, int, float, complex, str, bytes)
     return None if plain or type(value) in (Tensor, nn.Parameter, torch.Size) else value
+
+
+def _refuse_steps(optimizers: Sequence[Optimizer]) -> None:
+    """Has optimizers refuse to step until `_allow_steps` is called."""
+    _allow_steps(optimizers)
+    for optimizer in optimizers:
+        vars(optimizer)[_HELD] = optimizer.register_step_pre_hook(_uncompiled_refusal)
+
+
+def _allow_steps(optimizers: Sequence[Optimizer]) -> None:
+    """Has optimizers step again, whichever `decentralized(...)` has them refuse to."""
+    for optimizer in optimizers:
+        handle = vars(optimizer).pop(_HELD, None)
+        if handle is not None:
+            handle.remove()
+
+
+def _refuse(*args: Any) -> None:
+    raise RuntimeError(
+        f"steps must be made inside of {_PLACE}, got one outside, which would train this rank "
+        "alone; write `with` before decentralized(...), and train in it"
+    )
+
+
+_uncompiled_refusal: Any = torch.compiler.disable(_refuse)  # type: ignore[no-untyped-call]
+
+
+def _must_be_inside(what: str) -> RuntimeError:
+    """Returns the error about a call that needs the other ranks, or this rank's number."""
+    return RuntimeError(f"replica.{what} must be called inside of {_PLACE}, got it outside")
