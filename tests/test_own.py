@@ -12,7 +12,7 @@ import pytest
 
 from lightning_dsgd.cli import main
 from lightning_dsgd.elastic.launch import command
-from lightning_dsgd.elastic.launch.place import Place
+from lightning_dsgd.elastic.launch.node import Place
 from tests.support.mpi import ended
 from tests.support.worlds import FitWorld
 

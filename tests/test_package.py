@@ -90,7 +90,7 @@ LIBRARIES = {
     "lightning_dsgd_rank": "why.inside",  # on the path of a watched job alone
     "mpi4py": "transport.mpi_job",
     "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "
-    f"pytorch_lightning cli tasks elastic.taken_over {LAB_ON_RANKS} "
+    f"pytorch_lightning cli tasks elastic.handover {LAB_ON_RANKS} "
     "why.inside.lightning_dsgd_rank.callbacks",
     "torchmetrics": "elastic trainer tasks",
     "numpy": "data.claims primitives session tasks",

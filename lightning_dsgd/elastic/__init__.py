@@ -5,13 +5,12 @@
     surviving  the replica begins anew among the ranks that are left
     changes    ranks are lost, or leave
     joining    ranks join the Trainer's training: `handover` gives them what the others have
-    entrance   how processes come to ranks that train
+    entrance   how a process, the newcomer, comes to ranks that train: it reads the `register` of
+               their training
     suits      whether an algorithm suits all numbers of ranks that there may come to be
-    membership how the ranks agree on who goes on: `ballots`, what they believe and say; `quorum`,
-               who may agree and go on
+    membership how the ranks agree on who goes on: `ballots`, what they believe and say, and who
+               may agree and go on
     views      what each rank makes of that: `survival`, between processes; `simulated`
-    newcomer   a process that comes to ranks that were there before: by the `entrance`, where it
-               reads the `register` of their training
     launch     starts ranks, looks after them, and starts lost ones again: `lightning-dsgd launch`
 
 This folder is a wing.  The core reaches it through `lightning_dsgd.wings` alone.

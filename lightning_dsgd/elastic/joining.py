@@ -48,10 +48,9 @@ from torchmetrics import Metric
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.elastic import handover, taken_over
+from lightning_dsgd.elastic import handover
 from lightning_dsgd.elastic.changes import ChangingMembers
-from lightning_dsgd.elastic.entrance import make_group_of_one
-from lightning_dsgd.elastic.newcomer import NewcomerTransport
+from lightning_dsgd.elastic.entrance import NewcomerTransport, make_group_of_one
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.elastic.views import views_of
@@ -201,8 +200,8 @@ class TrainerMembers(ChangingMembers):
             self._hand_over(view.sub("state"), self._first_of_old(), new)
         if self.session.takes_part and self._has_shares:
             self._num_unread += len(lost) * _num_left(trainer)
-        if view.rank == 0 and self.session.rank != 0 and taken_over.logs_nothing():
-            taken_over.take_over_logs(trainer, self._versions, f"view_{view.number}")
+        if view.rank == 0 and self.session.rank != 0 and handover.logs_nothing():
+            handover.take_over_logs(trainer, self._versions, f"view_{view.number}")
 
     def _first_of_old(self) -> int:
         """Returns the first of the view's ranks that is no newcomer."""
@@ -255,7 +254,7 @@ class TrainerMembers(ChangingMembers):
                 "changes_s": self._changes_s,
                 "divided_for": self._divided_for,
                 "division": self._division and self._division[0],
-                "loaders": taken_over.loaders_of(training.trainer),
+                "loaders": handover.loaders_of(training.trainer),
                 "claimed": None if claiming is None else claiming.counts(),
             }
             handover.give(net, newcomers, training.trainer, session)
@@ -284,7 +283,7 @@ class TrainerMembers(ChangingMembers):
         assert training is not None
         if training.claiming is not None:
             return [training.trainer.current_epoch]
-        return taken_over.position(training.trainer)
+        return handover.position(training.trainer)
 
     def _newcomers(self) -> list[int]:
         view = self.calls.view
@@ -330,11 +329,11 @@ class TrainerMembers(ChangingMembers):
         self._trainer = training.trainer
         if self.session.takes_part:
             self._divided_for = training.trainer.current_epoch
-            versions = json.dumps(taken_over.log_versions(training.trainer))
+            versions = json.dumps(handover.log_versions(training.trainer))
             self._versions = json.loads(self.session.text_of_rank_0(versions))
             super().begin()
         else:
-            taken_over.have_loaders_as(training.trainer, self._state["session"]["loaders"])
+            handover.have_loaders_as(training.trainer, self._state["session"]["loaders"])
             self.session.forgive_others()
 
     def end_epoch(self) -> None:
@@ -350,7 +349,7 @@ class TrainerMembers(ChangingMembers):
                 self._division = view.world_size, view.rank
             else:
                 self._division = now.num_replicas, now.members.index(view.rank)
-            taken_over.make_loaders_again(training.trainer)
+            handover.make_loaders_again(training.trainer)
 
     @property
     def _has_shares(self) -> bool:

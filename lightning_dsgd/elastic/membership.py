@@ -91,8 +91,10 @@ from lightning_dsgd.elastic.ballots import (
     Lead,
     Message,
     Ranks,
+    Terms,
+    is_majority,
+    trusting,
 )  # fmt: skip
-from lightning_dsgd.elastic.quorum import Terms, is_majority, trusting
 
 _LIMIT: Final = 20
 """The time that an agreement on a view may take, as a multiple of `patience_s`."""

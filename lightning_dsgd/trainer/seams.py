@@ -2,7 +2,7 @@
 
 A private name may change in any release.  So each stands here once, in a function that says what it
 is for, and a test looks all of them up in both of Lightning's packages.  Those by which ranks go
-through the same epochs stand in `joint`, those of a rank that joins in `elastic.taken_over`.
+through the same epochs stand in `joint`, those of a rank that joins in `elastic.handover`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import pytest
 from lightning_dsgd.data.claims.claims import Claims
 from lightning_dsgd.elastic import membership
 from lightning_dsgd.elastic.ballots import PREPARE
+from lightning_dsgd.elastic.ballots import Terms as TermsOfViews
 from lightning_dsgd.elastic.membership import Membership
-from lightning_dsgd.elastic.quorum import Terms as TermsOfViews
 from tests.elastic.chaos.record import Record, findings, summary
 from tests.elastic.chaos.schedule import Terms, draw
 from tests.elastic.chaos.simulated import play

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dsgd.elastic.calls import Calls
-from lightning_dsgd.elastic.newcomer import NewcomerTransport
+from lightning_dsgd.elastic.entrance import NewcomerTransport
 from lightning_dsgd.transport import PeerLost, TransportError
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.doomed import write_whole

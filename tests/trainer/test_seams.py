@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torchmetrics import MeanMetric
 
-from lightning_dsgd.elastic import taken_over
+from lightning_dsgd.elastic import handover
 from lightning_dsgd.trainer import joint, seams
 
 PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -81,7 +81,7 @@ def names_in(module: Any) -> set[str]:
 
 def test_every_name_exists(package: str) -> None:
     found = owners(package)
-    names = names_in(seams) | names_in(joint) | names_in(taken_over)
+    names = names_in(seams) | names_in(joint) | names_in(handover)
     missing = {name for name in names if not any(hasattr(o, name) for o in found)}
     assert missing == set()
     assert observer(package).name == "child-process-observer"
@@ -90,10 +90,10 @@ def test_every_name_exists(package: str) -> None:
 @pytest.mark.parametrize(("id_", "name"), [(None, "abc_view_1"), ("abc", None)])
 def test_wandb_goes_on_in_its_run_or_in_one_that_names_it(package, id_, name, monkeypatch):
     pl: Any = importlib.import_module(package)
-    monkeypatch.setattr(taken_over.rank_zero_only, "rank", 1, raising=False)
+    monkeypatch.setattr(handover.rank_zero_only, "rank", 1, raising=False)
     logger = pl.loggers.WandbLogger(offline=True, id=id_)
     trainer = SimpleNamespace(loggers=[logger], progress_bar_callback=None)
-    taken_over.take_over_logs(trainer, ["abc"], "view_1")
+    handover.take_over_logs(trainer, ["abc"], "view_1")
     assert logger._wandb_init["id"] == id_
     assert logger._wandb_init["name"] == name
     assert logger._wandb_init.get("group") == (None if id_ else "abc")

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from lightning_dsgd.elastic.launch import node_register
-from lightning_dsgd.elastic.launch.place import Place
+from lightning_dsgd.elastic.launch import node
+from lightning_dsgd.elastic.launch.node import Place
 from lightning_dsgd.plain.launch import find_launch
 from lightning_dsgd.session import options
 from lightning_dsgd.session.opening import Opening
@@ -105,15 +105,15 @@ def test_a_resolver_that_does_not_answer_holds_nobody_longer(asked, monkeypatch)
 
 
 def test_the_supervisor_of_a_node_names_its_option_and_heeds_signals(asked, monkeypatch, caplog):
-    monkeypatch.setattr(node_register, "_STORE_S", 0.3)
+    monkeypatch.setattr(node, "_STORE_S", 0.3)
     place = Place(2, 2, 0, NAME, free_port())
     with (
         pytest.raises(TransportError, match="got 'n1' from --rendezvous"),
-        node_register.NodeRegister(place, lambda: False).open(),
+        node.NodeRegister(place, lambda: False).open(),
     ):
         pass
     with (
         pytest.raises(TransportError, match="ended by a signal, before n1 resolved"),
-        node_register.NodeRegister(place, lambda: True).open(),
+        node.NodeRegister(place, lambda: True).open(),
     ):
         pass

@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     reads = parser()
     args = reads.parse_args(argv)
     # Lazily: a help text needs no torch.
-    from lightning_dsgd.elastic.launch.place import Place
+    from lightning_dsgd.elastic.launch.node import Place
     from lightning_dsgd.elastic.launch.supervisor import Supervisor
     from lightning_dsgd.transport import TransportError
 

@@ -50,9 +50,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_dsgd.elastic.launch.node_register import NodeRegister, say
+from lightning_dsgd.elastic.launch.node import NodeRegister, Place, say
 from lightning_dsgd.elastic.launch.notice import Notice
-from lightning_dsgd.elastic.launch.place import Place
 from lightning_dsgd.elastic.launch.rank import Rank
 from lightning_dsgd.elastic.launch.reserve import Reserve, has_device
 from lightning_dsgd.elastic.register import GOES_ON, OVER, SILENT_S, STOPPED, Register, Trained

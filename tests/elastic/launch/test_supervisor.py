@@ -17,7 +17,7 @@ from lightning.fabric import Fabric
 import lightning_dsgd as dsgd
 from lightning_dsgd.elastic import register
 from lightning_dsgd.elastic.launch import command, supervisor
-from lightning_dsgd.elastic.launch.place import Place
+from lightning_dsgd.elastic.launch.node import Place
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.transport import TransportError
 from tests.support.launched import Launched, await_files, is_alive, until
