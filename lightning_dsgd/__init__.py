@@ -25,7 +25,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "Algorithm": "algorithm",
     "BalancedStrategy": "trainer.balanced",
-    "BatchSizesSampler": "data.unequal_sampler",
+    "BatchSizesSampler": "data.unequal",
     "CheckpointArtifacts": "lab.callbacks",
     "CommunicationMonitor": "lab.callbacks",
     "DecentralizedStrategy": "trainer.strategy",
@@ -47,7 +47,7 @@ _HOMES = {
 if TYPE_CHECKING:  # "as": `mypy --strict` takes a name only where it is exported by name
     from lightning_dsgd.algorithm import Algorithm as Algorithm
     from lightning_dsgd.algorithms import *  # noqa: F403
-    from lightning_dsgd.data.unequal_sampler import BatchSizesSampler as BatchSizesSampler
+    from lightning_dsgd.data.unequal import BatchSizesSampler as BatchSizesSampler
     from lightning_dsgd.fabric.strategy import FabricStrategy as FabricStrategy
     from lightning_dsgd.lab.callbacks import CheckpointArtifacts as CheckpointArtifacts
     from lightning_dsgd.lab.callbacks import CommunicationMonitor as CommunicationMonitor

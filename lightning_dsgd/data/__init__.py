@@ -2,9 +2,8 @@
 
 claims     ranks claim the batches of an epoch, as many as they can train on: `data="claimed"`
 units      ranks share the micro-batches of each step: `balanced`
-dealing    the lane of both, which hears what is dealt
+dealing    the lane of both, which hears what is dealt, and what both ask of the ranks that train
 loaders    what both need of torch's loaders
-ranks      what both ask of the ranks that train
-unequal    ranks have batches of different sizes, and means are weighted by samples;
-           `unequal_sampler` deals the data so
+unequal    ranks have batches of different sizes, which a sampler deals; means are weighted by
+           samples
 """

@@ -12,6 +12,8 @@ like any other: it is counted, it has a limit, and a lost rank ends it.
 
 Once a rank is lost no message leaves any more.  What a training thread had to say then is in what
 it reports, and its next wait ends.
+
+`Ranks` and `Session` are what claims and units ask of the ranks that train.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Protocol, TypeVar
 
 import torch
 
@@ -31,6 +33,37 @@ Words = tuple[int, ...]
 """A message."""
 
 _WORDS: Final = torch.empty(0, dtype=torch.int64)
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The ranks that train: they end with a lost one, or go on without it."""
+
+    def together(self, call: Callable[[], T], adopt: Callable[[], None] | None = None) -> T:
+        """Returns what `call` returns, which all ranks call; see `session.ranks`."""
+
+    def step(self, call: Callable[[], None], *, again: bool) -> None:
+        """Makes a step of this rank alone, which is made again after a loss, or ends with it."""
+
+
+class Session(Protocol):
+    """One rank's part in a training."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that train."""
+
+    @property
+    def meetings(self) -> Transport:
+        """The network on which all ranks meet."""
+
+
+def step_of(ranks: Ranks, call: Callable[[], T]) -> T:
+    """Returns what a step of this rank returns, which is made again after a loss."""
+    made: list[T] = []
+    ranks.step(lambda: made.append(call()), again=True)
+    return made[-1]
 
 
 class Dealing(ABC):

@@ -17,8 +17,7 @@ from lightning_dsgd import FabricStrategy
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.algorithms.eager_sgd import EagerSGD
-from lightning_dsgd.data.unequal import Samples
-from lightning_dsgd.data.unequal_sampler import BatchSizesSampler
+from lightning_dsgd.data.unequal import BatchSizesSampler, Samples
 from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.faces import FACES, Loop
 from tests.support.fits import Plain

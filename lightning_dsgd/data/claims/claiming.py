@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_dsgd.data.claims.claims import NONE, Claims, Epoch
 from lightning_dsgd.data.claims.dealing import ClaimDealing
-from lightning_dsgd.data.ranks import Session, step_of
+from lightning_dsgd.data.dealing import Session, step_of
 from lightning_dsgd.transport import Transport
 
 

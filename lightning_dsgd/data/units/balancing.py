@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_dsgd.data.ranks import Ranks, step_of
+from lightning_dsgd.data.dealing import Ranks, step_of
 from lightning_dsgd.data.units import losses
 from lightning_dsgd.data.units.dealing import UnitDealing
 from lightning_dsgd.data.units.loaders import UnitLoader
