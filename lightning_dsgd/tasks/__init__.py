@@ -1,10 +1,10 @@
 """What the recipes train: LightningModules and LightningDataModules."""
 
+from lightning_dsgd.tasks.base import MuonWithAdamW
 from lightning_dsgd.tasks.control import RecurrentPPO, Updates
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 from lightning_dsgd.tasks.images import CIFAR10Data, ImageClassifier, ImageFolderData
 from lightning_dsgd.tasks.language import CausalLanguageModel, MaskedLanguageModel, TextData
-from lightning_dsgd.tasks.muon import MuonWithAdamW
 from lightning_dsgd.tasks.regression import (
     GisetteData,
     LeastSquaresData,

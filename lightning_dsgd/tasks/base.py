@@ -4,21 +4,63 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dsgd.tasks.muon import MuonWithAdamW
-from lightning_dsgd.tasks.partition import PopSGDSampler
-
 Batch = tuple[Tensor, Tensor] | list[Tensor]
 """Inputs (n, ...) and their classes (n,)."""
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for some matrices, and AdamW for the rest, at the same learning rate.
+
+    Lightning steps one optimizer by itself, and `torch.optim.Muon` takes matrices only.  Its update
+    has the size of AdamW's here (`adjust_lr_fn="match_rms_adamw"`), so a rate suits both.
+
+    Args:
+        matrices: weights of two dimensions, of hidden layers.
+        rest: all other parameters: embeddings, heads, biases, norms.
+        lr: learning rate.
+        betas: the betas of AdamW.
+        weight_decay: of both.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[nn.Parameter],
+        rest: Iterable[nn.Parameter],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.1,
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise ImportError(f"Muon needs torch 2.9 or newer, got torch {torch.__version__}")
+        self.parts: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay),
+            torch.optim.Muon(
+                matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            ),
+        ]
+        super().__init__([part.param_groups[0] for part in self.parts], {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            # A checkpoint replaces both.
+            part.param_groups, part.state = [group], self.state
+            part.step()
+        return loss
 
 
 class Task(LightningModule):
@@ -207,7 +249,7 @@ class SplitData(LightningDataModule):
         num_workers: loader processes a rank; with 0 the training process loads, which is the
             fastest for a data set that is in memory.
         mult: deals the data out as in the PopSGD paper, each part to two ranks, which pass over it
-            this often in an epoch (`lightning_dsgd.tasks.partition`); None deals out as usual.
+            this often in an epoch (`PopSGDSampler`); None deals out as usual.
     """
 
     def __init__(self, batch_size: int = 16, num_workers: int = 0, mult: int | None = None) -> None:
@@ -247,3 +289,61 @@ class SplitData(LightningDataModule):
                 **kwargs,
             },
         )
+
+
+class PopSGDSampler(DistributedSampler[int]):
+    """Deals out the data as PopSGD's paper does: every part to two ranks, several passes an epoch.
+
+    Nadiradze et al., https://arxiv.org/abs/1910.12308, section 6: "At the beginning of each epoch,
+    we shuffle the dataset and split it into partitions, ensuring that each partition will be
+    assigned to exactly two processes.  We define a fixed constant mult, which counts the number of
+    times each process will iterate through its partition in an epoch."  So every sample is seen
+    2 mult times an epoch; the paper divides the number of epochs by mult.
+
+    Lightning leaves a DistributedSampler in its place, and tells the sampler of every new epoch.
+
+    With an odd number of ranks there are as many parts as ranks, half as large, and rank r holds
+    the parts r and r + 1: so every sample is still held by two ranks.  What is left over when the
+    parts are made equally large sits out one epoch.
+
+    Args:
+        dataset: the data set that is dealt out.
+        world_size: number of ranks.
+        rank: the rank whose indices are drawn.
+        mult: passes over its part that a rank makes in an epoch.
+        seed: the seed of the shuffling, the same on all ranks.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], world_size: int, rank: int, mult: int = 1, seed: int = 0
+    ) -> None:
+        super().__init__(dataset, num_replicas=world_size, rank=rank, seed=seed)
+        if mult < 1:
+            raise ValueError(f"mult must be at least 1, got mult={mult}")
+        size = len(dataset)  # type: ignore[arg-type]
+        if size < world_size:
+            raise ValueError(
+                f"there must be a sample for each rank, got {size} samples with "
+                f"world_size={world_size}"
+            )
+        self.mult = mult
+        self.size = size
+        half = size // world_size
+        self.part_size = size if world_size == 1 else 2 * half
+        self.begin = (rank if world_size % 2 else rank - rank % 2) * half
+
+    def __len__(self) -> int:
+        return self.mult * self.part_size
+
+    def __iter__(self) -> Iterator[int]:
+        def permutation(size: int, *seeds: int) -> torch.Tensor:
+            seed = hash((self.seed, self.epoch, *seeds)) % 2**63
+            return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+
+        shuffled = permutation(self.size)
+        places = torch.arange(self.begin, self.begin + self.part_size)
+        if self.num_replicas > 1:
+            places %= self.num_replicas * (self.part_size // 2)
+        part = shuffled[places]
+        for k in range(self.mult):
+            yield from part[permutation(self.part_size, self.rank, k)].tolist()

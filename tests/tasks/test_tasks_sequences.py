@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from lightning_dsgd.tasks.base import PopSGDSampler
 from lightning_dsgd.tasks.control import RecurrentPPO, TMaze, Updates
-from lightning_dsgd.tasks.partition import PopSGDSampler
 from lightning_dsgd.tasks.regression import (
     LeastSquaresData,
     LinearRegression,
