@@ -62,6 +62,8 @@ class Conditions:
         samples: where means are weighted by samples, of how many this rank's step is made; set
             before its gradient is, and only for an algorithm that `weighs_samples`
         optimizer: what steps x, if that is known
+        parameters_in: gives the optimizer's parameters that lie in x, each with its place in a
+            tensor that is laid out like x; None where the optimizer steps x itself, or a shard
         fragments: where each fragment of whole layers begins in x, and where the last one ends;
             only for an algorithm that has `num_layer_fragments`
         is_whole: whether x is all that the replica trains, and not one of its parts or a shard
@@ -74,6 +76,7 @@ class Conditions:
     claims_batches: bool = False
     samples: Tensor | None = None
     optimizer: Optimizer | None = None
+    parameters_in: Callable[[Tensor], Sequence[tuple[Tensor, Tensor]]] | None = None
     fragments: tuple[int, ...] = ()
     is_whole: bool = True
     goes_on: bool = False

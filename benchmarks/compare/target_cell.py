@@ -125,7 +125,8 @@ class Training:
         weights.grad = g
         with torch.no_grad():
             claims = self.epochs.is_claimed
-            algorithm.start(net, x, Conditions(claims_batches=claims, optimizer=optimizer))
+            places = {"optimizer": optimizer, "parameters_in": lambda flat: [(weights, flat)]}
+            algorithm.start(net, x, Conditions(claims_batches=claims, **places))
             scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
             for batch in self.epochs.batches(rank):
                 if batch is None:

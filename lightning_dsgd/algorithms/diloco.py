@@ -42,7 +42,7 @@ class DiLoCo(PeriodicAverage):
         with_whom="all ranks",
         sends="2(P-1)/P |x| / `sync_period`",
         memory="2 |x|; |x| more with a `wire_dtype`, 2 |x| / `num_fragments` more with "
-        "`overlap_steps`",
+        "`overlap_steps`, |x| more with `average_momentum`",
     )
 
     sync_period: int = with_default(PeriodicAverage, "sync_period", 500)

@@ -31,7 +31,8 @@ class LocalSGD(PeriodicAverage):
         with_whom="all ranks",
         sends="2(P-1)/P |x| / `sync_period`",
         memory="none; |x| with an outer optimizer, |x| more with momentum, 2 |x| more "
-        "with a `wire_dtype`, 2 |x| / `num_fragments` more with `overlap_steps`",
+        "with a `wire_dtype`, 2 |x| / `num_fragments` more with `overlap_steps`, |x| more with "
+        "`average_momentum`",
     )
 
     growing_period: bool = setting(  # type: ignore[misc]

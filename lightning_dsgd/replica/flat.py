@@ -219,6 +219,10 @@ class FlatParameters:
         parts = flat.split_with_sizes(self._split)[::2]
         return [place.view(part) for place, part in zip(self._places, parts, strict=True)]
 
+    def parameters_in(self, flat: Tensor) -> list[tuple[Parameter, Tensor]]:
+        """Returns each parameter with its place in a tensor laid out like x."""
+        return list(zip(self.parameters, self.views(flat), strict=True))
+
     def begin_of(self, index: int) -> int:
         """Returns the element of x at which a parameter begins."""
         return self._bounds[self.parameters[index]][0]

@@ -118,6 +118,11 @@ class Replica:
 
     # ---- making the parts ----
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this rank holds all weights, and not a shard of them."""
+        return type(self._layout) is flat.Whole
+
     def _build(self, optimizer: Optimizer) -> None:
         mine = flat.trainable(optimizer)
         # In the module's order: the optimizer's may differ between ranks, if it comes from a set.
@@ -129,9 +134,7 @@ class Replica:
             names = dict(sorted(names.items(), key=lambda item: self._fragments[item[1]]))
         flats = self._layout.flatten((name, p) for p, name in names.items())
         is_alone = len(self._optimizers) == len(flats) == 1
-        self._conditions = replace(
-            self._conditions, is_whole=is_alone and type(self._layout) is flat.Whole
-        )
+        self._conditions = replace(self._conditions, is_whole=is_alone and self._is_whole)
         self._parts[id(optimizer)] = [
             Part(
                 weights,
@@ -156,6 +159,7 @@ class Replica:
             self._conditions,
             gradient_counts=counts,
             optimizer=optimizer,
+            parameters_in=weights.parameters_in if self._is_whole else None,
             fragments=bounds,
             goes_on=self.goes_on,
         )
