@@ -1,6 +1,7 @@
 # `make help` lists the commands.  To be set as in `make test PYTHON=python3.12`:
 #   PYTHON  the interpreter of the virtual environment; the first here that is new enough, if not set
 #   VENV    where the virtual environment is
+#   LIGHTNING  a clone of Lightning's repository, for `make test-programs`
 #   TORCH   what pip installs where torch is absent; tests and demo need no more than a CPU build
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -8,6 +9,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 SEED ?= 0
 FAULTS ?=
+LIGHTNING ?=
 JOBS ?= 1
 
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ TRACKERS_INSTALLED := $(TRACKERS)/.installed
 RAY := $(VENV)/ray
 RAY_INSTALLED := $(RAY)/.installed
 
-.PHONY: help test test-all test-peft test-trackers test-slurm test-ray test-stops test-faults test-versions lint demo docs clean
+.PHONY: help test test-all test-peft test-trackers test-slurm test-ray test-stops test-faults test-programs test-versions lint demo docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -39,6 +41,7 @@ help:
 	@echo "               (SEED=3 make test-stops stops others)"
 	@echo "make test-faults  small faults, put into a copy of the package one at a time: which test notices?"
 	@echo "               (FAULTS=\"mpi transport:3\" make test-faults tries a room and one fault; JOBS=4 so many at a time)"
+	@echo "make test-programs LIGHTNING=CLONE  Lightning's own tests, with balanced, allreduce and wagma in ddp's place"
 	@echo "make test-versions  a smoke of all strategies with other versions of torch and Lightning"
 	@echo "make lint      virtual environment, install, ruff and mypy"
 	@echo "make demo      virtual environment, install, how much sooner balanced is at DDP's loss, on digits"
@@ -64,6 +67,9 @@ test-slurm: $(INSTALLED)
 
 test-ray: $(RAY_INSTALLED)
 	$(RAY)/bin/python -m pytest -W default tests/ray_train/jobs.py
+
+test-programs: $(INSTALLED)
+	$(BIN)/python -m tests.programs.lightnings_own $(LIGHTNING)
 
 test-stops: $(INSTALLED)
 	$(BIN)/python tests/stops.py --seed $(SEED) -- $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not exhaustive"

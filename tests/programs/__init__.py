@@ -1,0 +1,1 @@
+"""Programs that nobody here wrote, with strategies of this package in ddp's place."""

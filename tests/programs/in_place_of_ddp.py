@@ -1,0 +1,79 @@
+"""A plugin of pytest: `Trainer(strategy="ddp")` and its like stand for a strategy of this package.
+
+The environment says for which, as in IN_PLACE_OF_DDP=balanced; "ddp" leaves Lightning's own.  What
+became of each test goes to the file RESULTS, with whether the test has asked for such a name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_dsgd.trainer.named import strategy_of
+
+LIMIT_S = 120
+"""A test that takes longer has failed."""
+
+_STRATEGY = os.environ["IN_PLACE_OF_DDP"]
+_RESULTS = Path(os.environ["RESULTS"])
+_START_METHODS = {"ddp": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
+_num_made = 0
+
+
+def _replaced(name: str, theirs: Any) -> Any:
+    """Returns what makes a strategy in the place of one of Lightning's."""
+    bare = name.partition("_find")[0].removeprefix("ddp_")
+
+    def make(**options: Any) -> Any:
+        global _num_made
+        _num_made += 1
+        if _STRATEGY == "ddp":
+            return theirs["strategy"](**theirs["init_params"], **options)
+        return strategy_of(_STRATEGY, start_method=_START_METHODS[bare])
+
+    return make
+
+
+for _name in [each for each in StrategyRegistry if each.partition("_find")[0] in (
+    "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"
+)]:  # fmt: skip
+    _theirs = dict(StrategyRegistry[_name])
+    StrategyRegistry[_name] = _theirs | {"strategy": _replaced(_name, _theirs), "init_params": {}}
+
+
+class TooLong(BaseException):
+    """The test has not ended; no `except Exception` of it may take this."""
+
+
+def _too_long(*_: Any) -> None:
+    raise TooLong(f"the test took more than {LIMIT_S} s")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    global _num_made
+    _num_made = 0
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(LIMIT_S)
+    yield
+    signal.alarm(0)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when != "call" and not report.failed:
+        return
+    crash = getattr(report.longrepr, "reprcrash", None)
+    row = {
+        "test": report.nodeid,
+        "asked": bool(_num_made),
+        "outcome": report.outcome,
+        "error": crash.message if crash and report.failed else "",
+    }
+    with _RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
