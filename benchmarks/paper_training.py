@@ -34,7 +34,7 @@ from lightning_dsgd.lab.jobs.cells import Cell
 from lightning_dsgd.lab.simulate.model import message_bytes
 from lightning_dsgd.lab.simulate.processors import on_one_core
 from lightning_dsgd.primitives.error_feedback import Selected, evenly
-from lightning_dsgd.primitives.sparse_wire import Part
+from lightning_dsgd.primitives.sparse_wire import Lot
 from lightning_dsgd.replica import flat
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.simulated import SimulatedWorld
@@ -149,7 +149,7 @@ class Timed(OkTopk):
         found: list[int] = self._count("repartition", super().space_repartition, indices)
         return found
 
-    def split_and_reduce(self, local: Selected, parts: list[Part]) -> Any:
+    def split_and_reduce(self, local: Selected, parts: list[Lot]) -> Any:
         return self._count("reduce", super().split_and_reduce, local, parts)
 
     def balance(self, selected: Selected, sizes: Sequence[int]) -> Any:
@@ -158,7 +158,7 @@ class Timed(OkTopk):
             return selected, self.announce(*self.measure(selected))
         return self._count("gather", super().balance, selected, sizes)
 
-    def gather(self, selected: Selected, parts: list[Part], wire_dtype: str) -> Any:
+    def gather(self, selected: Selected, parts: list[Lot], wire_dtype: str) -> Any:
         name = "gather" if self.is_triggered else "direct"
         self.is_triggered = False
         return self._count(name, super().gather, selected, parts, wire_dtype)
