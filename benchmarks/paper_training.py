@@ -34,7 +34,7 @@ from lightning_dsgd.lab.jobs.cells import Cell
 from lightning_dsgd.lab.simulate.model import message_bytes
 from lightning_dsgd.lab.simulate.processors import on_one_core
 from lightning_dsgd.primitives.error_feedback import Selected, evenly
-from lightning_dsgd.primitives.sparse_wire import Lot
+from lightning_dsgd.primitives.sparse_format import Lot
 from lightning_dsgd.replica import flat
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.simulated import SimulatedWorld

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import script
 from lightning_dsgd.lab.results import provenance, write_result
-from lightning_dsgd.primitives import sparse, sparse_wire
+from lightning_dsgd.primitives import sparse, sparse_format
 
 
 def main() -> None:
@@ -45,11 +45,11 @@ def main() -> None:
     threshold, residual = sparse.kth_magnitude(x, k), x.clone()
     values, indices = sparse.select(x, threshold)
     cuts = torch.tensor([0, len(indices)], device=args.device)
-    parts, _ = sparse_wire.measure(values, indices, cuts, n)
-    message, _ = sparse_wire.pack(values, indices, parts)
+    parts, _ = sparse_format.measure(values, indices, cuts, n)
+    message, _ = sparse_format.pack(values, indices, parts)
 
     def pack() -> None:
-        sparse_wire.pack(values, indices, sparse_wire.measure(values, indices, cuts, n)[0])
+        sparse_format.pack(values, indices, sparse_format.measure(values, indices, cuts, n)[0])
 
     def take_out(selected: tuple[torch.Tensor, torch.Tensor]) -> None:
         residual[selected[1]] = 0
@@ -62,7 +62,7 @@ def main() -> None:
         "kth": lambda: sparse.kth_magnitude(x, k),
         "topk": lambda: torch.topk(x.abs(), k),
         "pack": pack,
-        "unpack": lambda: sparse_wire.unpack([message], parts, x),
+        "unpack": lambda: sparse_format.unpack([message], parts, x),
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
     order, loads = list(variants), []

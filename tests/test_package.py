@@ -80,7 +80,7 @@ BEHIND_THE_CONTRACT = {
     "transport.mesh transport.processes": "elastic mpi",
     "transport.process_group": "session.opening elastic lab mpi",
     "transport.rendezvous": "session.opening elastic lab",
-    "transport.names": "session.opening plain.launch elastic lab",
+    "transport.host_names": "session.opening plain.launch elastic lab",
 }
 # What is not ours, and who alone may know it; all but ground and launchers may know torch.
 LIBRARIES = {

@@ -21,7 +21,7 @@ Differs from the paper, in short (`paper=True`: not in the first two points):
   where fewer than 3k/4 or more than 5k/4 entries reach one.  Exact ones are found by counting.
 - Gradients are accumulated, not lr * g, and the optimizer comes afterwards, as in the paper's runs
   with Adam.  A rank without data goes on with its residual (`error_feedback`).
-- Any P, packed indices (`sparse_wire`), one bucket; `wire_dtype` and `local_steps`.
+- Any P, packed indices (`sparse_format`), one bucket; `wire_dtype` and `local_steps`.
 
 Every rank waits for every other in every exchange, once in `local_steps` steps.  Sends about k
 (P-1)/P entries and as many indices, and 2k (P-1)/P values, per exchange: at a density of 1% about
@@ -46,7 +46,7 @@ from lightning_dsgd.algorithm import ORDINARY, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import rounding, sparse
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, Selected, downwards, evenly
-from lightning_dsgd.primitives.sparse_wire import PLACES, Lot
+from lightning_dsgd.primitives.sparse_format import PLACES, Lot
 from lightning_dsgd.transport import Transport
 
 DIGIT_BITS: Final = 8

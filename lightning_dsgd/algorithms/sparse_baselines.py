@@ -17,10 +17,10 @@ Papers: TopkAllgather and TopkDSA: SparCML (Renggli et al., SC 2019,
 https://arxiv.org/abs/1802.08021); GTopk: Shi et al., ICDCS 2019, https://arxiv.org/abs/1901.04359;
 GaussianTopk: Shi et al. 2019, https://arxiv.org/abs/1911.08772.
 
-Differences from the papers: indices are packed (`sparse_wire`) in all of them; a rank that has run
-out of data continues with its residual; not in the papers is `local_steps`, which sums what several
-steps have changed (both: `error_feedback`).  Every rank waits for every other in every exchange,
-once in `local_steps` steps.
+Differences from the papers: indices are packed (`sparse_format`) in all of them; a rank that has
+run out of data continues with its residual; not in the papers is `local_steps`, which sums what
+several steps have changed (both: `error_feedback`).  Every rank waits for every other in every
+exchange, once in `local_steps` steps.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from torch import Tensor
 
 from lightning_dsgd import devices
 from lightning_dsgd.algorithm import Profile
-from lightning_dsgd.primitives import sparse, sparse_wire
+from lightning_dsgd.primitives import sparse, sparse_format
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, Selected, downwards, evenly
-from lightning_dsgd.primitives.sparse_wire import Lot
+from lightning_dsgd.primitives.sparse_format import Lot
 
 UP: Final = 1
 DOWN: Final = 2
@@ -178,14 +178,14 @@ class GTopk(ErrorFeedback):
 
     def send(self, selected: Selected, rank: int, tag: int) -> None:
         lots = self.measure(selected)
-        self.net.send(sparse_wire.heads_of(lots), rank, tag)
-        self.net.send(sparse_wire.pack(*selected, lots)[0], rank, tag)
+        self.net.send(sparse_format.heads_of(lots), rank, tag)
+        self.net.send(sparse_format.pack(*selected, lots)[0], rank, tag)
 
     def recv(self, rank: int, tag: int) -> Selected:
-        lots = sparse_wire.lots_of(self.net.recv(_HEAD, rank, tag).wait())
+        lots = sparse_format.lots_of(self.net.recv(_HEAD, rank, tag).wait())
         like = self.residual.new_empty(0, dtype=torch.uint8)
         message = self.net.recv(like, rank, tag).wait()
-        return sparse_wire.unpack([message], lots, self.residual)
+        return sparse_format.unpack([message], lots, self.residual)
 
     def merge(self, ours: Selected, theirs: Selected) -> Selected:
         """Returns the k largest entries of the sum; the rest goes into the residual."""

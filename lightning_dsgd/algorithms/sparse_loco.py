@@ -10,7 +10,7 @@ The residual, which decays, takes the place of an outer momentum.
 
 Differs from the paper: a chunk is 4096 neighbours in the flat tensor, where the paper cuts matrices
 into tiles of 64 by 64; the two magnitudes of two bits are means of 256 values, where the paper has
-four levels for a parameter; indices are packed (`sparse_wire`) into 8 bits, not 12.  As in the
+four levels for a parameter; indices are packed (`sparse_format`) into 8 bits, not 12.  As in the
 paper, what is left of the residuals at the end is dropped.
 
 Every rank waits for every other once in local_steps steps, and then sends all others the same

@@ -20,7 +20,7 @@ from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.transport import Counters
 from lightning_dsgd.transport.contract import failed
 from lightning_dsgd.transport.endpoint import Endpoint
-from lightning_dsgd.transport.names import await_name, source_of
+from lightning_dsgd.transport.host_names import await_name, source_of
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.processes import CPU
 from lightning_dsgd.transport.rendezvous import outlives_ranks

@@ -29,7 +29,7 @@ from lightning_dsgd import hyperparameters
 from lightning_dsgd.lab.jobs import network
 from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.options import Parser
-from lightning_dsgd.transport.names import NODE_LISTS, first_node
+from lightning_dsgd.transport.host_names import NODE_LISTS, first_node
 
 CHILD_TIMEOUT_S: Final = 90.0
 

@@ -11,6 +11,7 @@ from typing import Final
 
 import torch.distributed as dist
 
+from lightning_dsgd.transport.host_names import first_node
 from lightning_dsgd.transport.mpi_job import (
     check_joined,
     is_of_mpiexec,
@@ -18,7 +19,6 @@ from lightning_dsgd.transport.mpi_job import (
     num_ranks_on_node,
     world_of_threads,
 )
-from lightning_dsgd.transport.names import first_node
 
 _FIRST_PORT: Final = 15000
 """The first of the ports that are chosen by the number of a SLURM job."""

@@ -54,8 +54,8 @@ from lightning_dsgd.agreement import (
 )
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Traits
 from lightning_dsgd.hyperparameters import above, at_least, one_of
-from lightning_dsgd.primitives import sparse, sparse_wire, step_scaling
-from lightning_dsgd.primitives.sparse_wire import Lot
+from lightning_dsgd.primitives import sparse, sparse_format, step_scaling
+from lightning_dsgd.primitives.sparse_format import Lot
 from lightning_dsgd.transport import Diverged, Transport
 
 Selected = tuple[Tensor, Tensor]
@@ -356,7 +356,7 @@ class ErrorFeedback(Algorithm):
         values, indices = selected
         if cuts is None:
             cuts = devices.integers([0, len(indices)], indices.device)
-        lots, is_finite = sparse_wire.measure(values, indices, cuts, len(self.residual))
+        lots, is_finite = sparse_format.measure(values, indices, cuts, len(self.residual))
         self.require_finite(is_finite)
         return lots
 
@@ -380,19 +380,19 @@ class ErrorFeedback(Algorithm):
         kept = slice(own.begin, own.end)
         if net.world_size == 1:
             return selected, torch.zeros_like(values)
-        heads = sparse_wire.heads_of(lots)
-        each = [sparse_wire.HEAD_WORDS] * net.world_size
-        theirs = sparse_wire.lots_of(
+        heads = sparse_format.heads_of(lots)
+        each = [sparse_format.HEAD_WORDS] * net.world_size
+        theirs = sparse_format.lots_of(
             net.all_to_all(torch.empty_like(heads), heads, each, each).wait()
         )
-        message, errors = sparse_wire.pack(values, indices, lots, wire_dtype)
+        message, errors = sparse_format.pack(values, indices, lots, wire_dtype)
         to_each, from_each = (
             [lot.num_bytes(wire_dtype, values.dtype) for lot in ones] for ones in (lots, theirs)
         )
         into = message.new_empty(sum(from_each))
         net.all_to_all(into, message, from_each, to_each).wait()
         messages, others = torch.split(into, from_each), [r for r in order if r != net.rank]
-        came = sparse_wire.unpack(
+        came = sparse_format.unpack(
             [messages[r] for r in others], [theirs[r] for r in others], self.residual, wire_dtype
         )
         place = sum(theirs[rank].count for rank in order[: order.index(net.rank)])
@@ -408,10 +408,10 @@ class ErrorFeedback(Algorithm):
 
     def announce(self, lot: Lot) -> list[Lot]:
         """Tells all ranks what a lot has; returns every rank's lot."""
-        heads = torch.empty(sparse_wire.HEAD_WORDS * self.net.world_size, dtype=torch.int64)
-        each = [sparse_wire.HEAD_WORDS] * self.net.world_size
-        head = sparse_wire.heads_of([lot])
-        return sparse_wire.lots_of(self.net.gather_into(heads, head, each).wait())
+        heads = torch.empty(sparse_format.HEAD_WORDS * self.net.world_size, dtype=torch.int64)
+        each = [sparse_format.HEAD_WORDS] * self.net.world_size
+        head = sparse_format.heads_of([lot])
+        return sparse_format.lots_of(self.net.gather_into(heads, head, each).wait())
 
     def gather(
         self, selected: Selected, lots: Sequence[Lot], wire_dtype: str = "float32"
@@ -422,11 +422,13 @@ class ErrorFeedback(Algorithm):
             The entries of all ranks, and what was rounded off this rank's values.
         """
         own = replace(lots[self.net.rank], begin=0)
-        message, rounded_off = sparse_wire.pack(*selected, [own], wire_dtype)
+        message, rounded_off = sparse_format.pack(*selected, [own], wire_dtype)
         sizes = [lot.num_bytes(wire_dtype, self.residual.dtype) for lot in lots]
         into = message.new_empty(sum(sizes))
         self.net.gather_into(into, message, sizes).wait()
-        all_of_them = sparse_wire.unpack(torch.split(into, sizes), lots, self.residual, wire_dtype)
+        all_of_them = sparse_format.unpack(
+            torch.split(into, sizes), lots, self.residual, wire_dtype
+        )
         return all_of_them, rounded_off
 
 

@@ -8,7 +8,7 @@ Legend: n elements of x, k of them wanted, th a threshold (a tensor of one eleme
 
 On a CPU a selection goes by pieces that stay in the cache, so what is written there as several
 operations touches memory once (with g of another dtype than r, twice).  On a GPU nothing waits for
-the device but `select` where the length of what it returns depends on the values.  `sparse_wire`
+the device but `select` where the length of what it returns depends on the values.  `sparse_format`
 has the wire format.
 
 **Two forms on a GPU** give the same to the bit: Triton's kernels (`sparse_triton.py`), where Triton

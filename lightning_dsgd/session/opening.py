@@ -15,8 +15,8 @@ from lightning_dsgd import devices, wings
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.session.options import Options
 from lightning_dsgd.transport import Transport
+from lightning_dsgd.transport.host_names import source_of
 from lightning_dsgd.transport.mpi_job import is_usable
-from lightning_dsgd.transport.names import source_of
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.rendezvous import Rendezvous
 

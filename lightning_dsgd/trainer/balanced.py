@@ -39,8 +39,8 @@ from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.session.options import check_is_first
 from lightning_dsgd.trainer import joint, seams, step_sizes
 from lightning_dsgd.trainer.arguments import TrainerOptions
-from lightning_dsgd.trainer.metrics import StepMetrics
 from lightning_dsgd.trainer.strategy import DecentralizedStrategy
+from lightning_dsgd.trainer.torchmetrics_of_steps import StepMetrics
 
 
 class BalancedMixin:

@@ -41,7 +41,7 @@ from typing import Any, Final, Generic, TypeVar
 import torch.distributed as dist
 
 from lightning_dsgd.transport.contract import PeerLost, Timeout, TransportError
-from lightning_dsgd.transport.names import await_name, source_of
+from lightning_dsgd.transport.host_names import await_name, source_of
 
 T = TypeVar("T")
 

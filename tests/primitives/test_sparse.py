@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dsgd.primitives import rounding, sparse, sparse_wire
+from lightning_dsgd.primitives import rounding, sparse, sparse_format
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
@@ -112,13 +112,13 @@ def test_a_threshold_is_moved_gently_towards_its_count() -> None:
 # ---- the wire ----
 def pack(values: Tensor, indices: Tensor, cuts: list[int], wire: str) -> tuple[list[int], Tensor]:
     """The bytes of each part, and all of them, which have come back as they were."""
-    parts, is_finite = sparse_wire.measure(values, indices, torch.tensor(cuts), 1 << 62)
+    parts, is_finite = sparse_format.measure(values, indices, torch.tensor(cuts), 1 << 62)
     assert is_finite
-    message, rounded_off = sparse_wire.pack(values, indices, parts, wire)
-    theirs = sparse_wire.lots_of(sparse_wire.heads_of(parts))
+    message, rounded_off = sparse_format.pack(values, indices, parts, wire)
+    theirs = sparse_format.lots_of(sparse_format.heads_of(parts))
     assert theirs == parts
     sizes = [part.num_bytes(wire, values.dtype) for part in theirs]
-    back, places = sparse_wire.unpack(torch.split(message, sizes), theirs, values, wire)
+    back, places = sparse_format.unpack(torch.split(message, sizes), theirs, values, wire)
     assert torch.equal(places, indices)
     near = 1e-6 if wire == "2bit" else 0
     torch.testing.assert_close(
@@ -183,5 +183,5 @@ def test_an_entry_takes_as_many_bytes_as_is_said_at_1_percent() -> None:
 def test_marks_of_what_is_dense_are_the_same_on_a_device() -> None:
     indices = (torch.rand(1003, generator=torch.Generator().manual_seed(0)) < 0.3).nonzero()[:, 0]
     message = roundtrip(randn(len(indices)), indices)
-    with mock.patch.object(sparse_wire.devices, "is_on_host", return_value=False):
+    with mock.patch.object(sparse_format.devices, "is_on_host", return_value=False):
         assert torch.equal(roundtrip(randn(len(indices)), indices), message)

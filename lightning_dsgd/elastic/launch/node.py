@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from lightning_dsgd.elastic.register import Register, Trained
 from lightning_dsgd.transport import TransportError
-from lightning_dsgd.transport.names import await_name
+from lightning_dsgd.transport.host_names import await_name
 
 T = TypeVar("T")
 

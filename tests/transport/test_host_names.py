@@ -15,7 +15,7 @@ from lightning_dsgd.elastic.launch.node import Place
 from lightning_dsgd.plain.launch import find_launch
 from lightning_dsgd.session import options
 from lightning_dsgd.session.opening import Opening
-from lightning_dsgd.transport import Timeout, TransportError, names
+from lightning_dsgd.transport import Timeout, TransportError, host_names
 from tests.support.ports import free_port
 
 NAME = "n1"
@@ -41,8 +41,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return resolve(host, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket, "getaddrinfo", get)
-    monkeypatch.setattr(names, "_ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(names, "_WARN_AFTER_S", 0.05)
+    monkeypatch.setattr(host_names, "_ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(host_names, "_WARN_AFTER_S", 0.05)
     for variable in [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC"))]:
         monkeypatch.delenv(variable)
     for variable in ("MASTER_ADDR", "MASTER_PORT"):  # which `Opening` sets, and so are put back
@@ -88,8 +88,8 @@ def test_ranks_tell_soon_which_name_does_not_resolve_and_end_in_time(
 
 
 def test_a_name_that_the_cluster_learns_later_is_waited_for(asked, monkeypatch, caplog):
-    threading.Timer(0.2, setattr, [names.socket, "getaddrinfo", lambda *_: []]).start()
-    names.await_name(NAME, "MASTER_ADDR", 60.0)
+    threading.Timer(0.2, setattr, [host_names.socket, "getaddrinfo", lambda *_: []]).start()
+    host_names.await_name(NAME, "MASTER_ADDR", 60.0)
     assert asked
     assert len(caplog.messages) == 1
 
@@ -101,7 +101,7 @@ def test_a_resolver_that_does_not_answer_holds_nobody_longer(asked, monkeypatch)
     )
     begin = time.monotonic()
     with pytest.raises(Timeout, match=r"got 'n1' from MASTER_ADDR \(no answer yet\)"):
-        names.await_name(NAME, "MASTER_ADDR", 0.2)
+        host_names.await_name(NAME, "MASTER_ADDR", 0.2)
     assert time.monotonic() - begin < 30.0
     silent.set()
 
