@@ -1,4 +1,4 @@
-"""The algorithms, one paper a file; `ALGORITHMS` is the only list of them.
+"""The algorithms, one paper a file; `ALGORITHMS` and `BY_UNITS` are the only lists of them.
 
 A package of somebody else's adds one of its own through an entry point:
 

@@ -21,7 +21,7 @@ ranks are late at random.  The metric `updates_kept` is the share that is not.  
 Algorithm 2 as printed: that rule, no grace, and tau = 10 unless another period is set.
 
 Also different: any P and S (`topology.groups`); tau is 100 by default and not 10, as ranks wait for
-the slowest at global averages (docs/algorithms/wagma.md); a rank that has run out of data continues
+the slowest at global averages; a rank that has run out of data continues
 to contribute its last W'; a round may wait a little for a rank before it contributes stale weights
 (`grace_s`).
 

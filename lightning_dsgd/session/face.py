@@ -1,4 +1,7 @@
-"""What a face adds to a session: a loop in plain PyTorch adds nothing."""
+"""What a face adds to a session: a loop in plain PyTorch adds nothing.
+
+`Session` inherits this.  A face makes a subclass of `Session` and overrides what it can do.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Every private name of Lightning's that this package uses, but for those of its base classes.
+"""Private names of Lightning's that this package uses, but for those of its base classes.
 
 A private name may change in any release.  So each stands here once, in a function that says what it
-is for, and a test looks all of them up in both of Lightning's packages.  Those by which ranks go
-through the same epochs stand in `joint`, those of a rank that joins in `elastic.handover`.
+is for.  Those by which ranks go through the same epochs stand in `joint`, those of claimed batches
+in `claimed`, those of a rank that joins in `elastic.handover`.  A test looks all of them up in both
+of Lightning's packages.
 """
 
 from __future__ import annotations

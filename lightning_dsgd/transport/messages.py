@@ -10,6 +10,8 @@ ranks agree.  This holds on every transport.
 Between processes a message is a header, with these three and what the payload is (dtype, nbytes),
 and the payload.  News are the mesh's: heartbeat, farewell (the sender needs nobody any more), the
 loss of a rank, the agreement on who goes on after one, and what may lie at a rank (`memory`).
+
+What a lane tells another is the payload of a message; its kinds stand beside the lane.
 """
 
 from __future__ import annotations

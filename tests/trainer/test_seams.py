@@ -13,7 +13,7 @@ import pytest
 from torchmetrics import MeanMetric
 
 from lightning_dsgd.elastic import handover
-from lightning_dsgd.trainer import joint, seams
+from lightning_dsgd.trainer import claimed, joint, seams
 
 PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 pytestmark = pytest.mark.parametrize("package", PACKAGES)
@@ -81,7 +81,7 @@ def names_in(module: Any) -> set[str]:
 
 def test_every_name_exists(package: str) -> None:
     found = owners(package)
-    names = names_in(seams) | names_in(joint) | names_in(handover)
+    names = set().union(*map(names_in, (seams, joint, claimed, handover)))
     missing = {name for name in names if not any(hasattr(o, name) for o in found)}
     assert missing == set()
     assert observer(package).name == "child-process-observer"
