@@ -47,6 +47,7 @@ def run_each(folder: Path, variants: list[list[str]]) -> None:
         main(["fit", *configs(*names), *ON_CPUS, *SMALL])
 
 
+@pytest.mark.exhaustive
 def test_every_variant_trains_beside_the_baseline(own: Path) -> None:
     assert "allreduce" in VARIANTS
     variants = [[], *([name] for name in VARIANTS), ["claimed", "allreduce"]]

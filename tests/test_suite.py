@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from tests.conftest import pytest_collection_modifyitems
@@ -42,6 +43,7 @@ def test_never():
 """
 
 
+@pytest.mark.exhaustive
 def test_what_fails_runs_once_more(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = xdist_group\n")
     (tmp_path / "test_it.py").write_text(TESTS)

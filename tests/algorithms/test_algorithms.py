@@ -378,7 +378,7 @@ def add_for_real(net: Any, name: str) -> Any:
 
 
 ASYNCHRONOUS = [name for name, row in TABLE.items() if keeps(row) and not row.is_synchronous]
-REAL_NOW = ("adpsgd", "wagma_overlap")
+REAL_NOW = ("wagma_overlap",)
 
 
 @pytest.mark.parametrize(

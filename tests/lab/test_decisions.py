@@ -19,6 +19,7 @@ from lightning_dsgd.lab.diagnose.verdict import CAUSES
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 from lightning_dsgd.lab.simulate.machines import Machine, Recorded
 from lightning_dsgd.lab.simulate.model import run
+from tests.support.thorough import cases
 
 ROOT = Path(__file__).parents[2]
 ALL = [
@@ -77,7 +78,7 @@ def test_nothing_that_was_measured_is_clearly_better_than_the_first_choice(name:
     assert times[first] <= min(times.values()) * (1 + NOISE)
 
 
-@pytest.mark.parametrize("name", IN_EPOCHS)
+@cases("name", now=["slow-rank"], later=[name for name in IN_EPOCHS if name != "slow-rank"])
 def test_the_first_choice_ends_soonest_where_it_is_simulated(name: str) -> None:
     """On 8 ranks as fast as those of the measured situation; of all that `decisions` has for it."""
     here, play, steps = decisions.measured_as(name), measured[name], 20

@@ -131,7 +131,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@cases("name", now=["workers"], later=[name for name in OPTIONS if name != "workers"])
+@cases("name", now=["split"], later=[name for name in OPTIONS if name != "split"])
 def test_options_mean_what_they_mean_with_ddp(name: str) -> None:
     for ours, theirs in run(2, fit_with, OPTIONS[name]):
         torch.testing.assert_close(ours["weights"], theirs["weights"], rtol=1e-3, atol=1e-4)

@@ -79,6 +79,7 @@ def check(names: list[str], world_size: int, num_steps: int, seed: int = 0) -> N
                 assert loss == cpu_loss, name
 
 
+@pytest.mark.exhaustive
 def test_strategies_fit_on_a_device() -> None:
     check(["allreduce", WAGMA, "topk_dsa"], world_size=2, num_steps=4)
 

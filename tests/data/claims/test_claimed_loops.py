@@ -212,6 +212,7 @@ def make_loaders_anew() -> Any:
     return left
 
 
+@pytest.mark.exhaustive
 def test_loaders_and_their_workers_end_with_their_epochs() -> None:
     assert run(2, make_loaders_anew) == [[(True, 0)] * 3] * 2
 

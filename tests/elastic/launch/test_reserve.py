@@ -77,6 +77,8 @@ def check_chance(drawn: list[dict[str, Any]]) -> None:
         assert len({json.dumps(each[name]) for each in drawn}) == len(drawn), name
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
 def test_a_rank_finds_and_leaves_what_one_in_a_new_interpreter_does(tmp_path):
     """Each rank also has a chance of its own: see `check_chance`."""
     new, forked = facts(tmp_path / "new", "--imports", ""), facts(tmp_path / "reserve", *DEFAULT)

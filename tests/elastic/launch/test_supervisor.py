@@ -77,6 +77,7 @@ def test_a_rank_that_fails_makes_the_others_end_and_the_job_fail(tmp_path):
     assert sorted(file.name for file in (tmp_path / "logs").glob("rank_*")) == names
 
 
+@pytest.mark.exhaustive
 def test_ranks_run_a_command_in_place_of_a_script(tmp_path, monkeypatch, capsys):
     """Its help, which ends with 0; a file of that name comes first."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

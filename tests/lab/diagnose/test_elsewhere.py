@@ -140,6 +140,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_torchrun_measure_the_link(folder: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = ended([sys.executable, *torchrun, "-m", "lightning_dsgd", "diagnose", folder, "--json"])
