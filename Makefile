@@ -69,6 +69,7 @@ test-ray: $(RAY_INSTALLED)
 	$(RAY)/bin/python -m pytest -W default tests/ray_train/jobs.py
 
 test-programs: $(INSTALLED)
+	@test -n "$(LIGHTNING)" || { echo "make test-programs LIGHTNING=CLONE: a clone of Lightning's repository"; exit 2; }
 	$(BIN)/python -m tests.programs.lightnings_own $(LIGHTNING)
 
 test-stops: $(INSTALLED)

@@ -22,6 +22,8 @@ LIMIT_S = 120
 
 _STRATEGY = os.environ["IN_PLACE_OF_DDP"]
 _RESULTS = Path(os.environ["RESULTS"])
+_PID = int(os.environ.setdefault("RESULTS_OF", str(os.getpid())))
+"""The process that writes them; a rank that it starts runs the same command."""
 _START_METHODS = {"ddp": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
 _num_made = 0
 
@@ -48,7 +50,7 @@ for _name in [each for each in StrategyRegistry if each.partition("_find")[0] in
 
 
 class TooLong(BaseException):
-    """The test has not ended; no `except Exception` of it may take this."""
+    """The test has not ended; a test's `except Exception` must not catch this."""
 
 
 def _too_long(*_: Any) -> None:
@@ -66,7 +68,7 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when != "call" and not report.failed:
+    if os.getpid() != _PID or (report.when != "call" and not report.failed):
         return
     crash = getattr(report.longrepr, "reprcrash", None)
     row = {
