@@ -16,7 +16,8 @@ wire_dtype="2bit" it is MuLoCo (Therien et al., 2025, https://arxiv.org/abs/2505
 
 Differs from the papers: a rank that has run out of data continues to take part; the consensus,
 which is evaluated and saved, is the mean of the ranks' weights, local steps since the last average
-included.  Differs from Streaming DiLoCo: what is rounded off is sent the next time.
+included.  Differs from Streaming DiLoCo: what is rounded off is sent the next time.  Not in the
+papers: `average_momentum`.
 
 Every rank waits for every other once per period, and then sends 2(P-1)/P |x| and one integer; in
 the first period twice as much.

@@ -3,10 +3,10 @@
     x_i <- x_i - lr * g_i(x_i)                  every step
     x_i <- (1/P) sum_j x_j                      every sync_period-th step
 
-Differs from the paper: any optimizer makes the local step, and its state stays local; a rank that
-has run out of data continues to take part in the averages with the weights it has.  Not in the
-paper: the outer optimizer, fragments, overlap, rounded sums and a growing period
-(`primitives/periodic.py`).
+Differs from the paper: any optimizer makes the local step, and its state stays local unless
+`average_momentum` is set; a rank that has run out of data continues to take part in the averages
+with the weights it has.  Not in the paper: the outer optimizer, fragments, overlap, rounded sums,
+averaged momentum and a growing period (`primitives/periodic.py`).
 
 Every rank waits for every other once per period, and then sends 2(P-1)/P |x| and one integer.
 """

@@ -1,16 +1,24 @@
-"""What an optimizer keeps for each weight beside it: momentum, and Adam's second moment.
+"""The tensors that an optimizer keeps for each weight: momentum, and Adam's second moment.
 
     SGD                           momentum_buffer, if it has momentum
     Adam, AdamW, NAdam, RAdam     exp_avg, exp_avg_sq
 
-Where ranks average their weights and each keeps a momentum of its own, the momentum goes on to draw
-a rank to where it came from.  At DDP's learning rate that costs quality.  So the ranks can average
-it with the weights (DES-LOC, Iacob et al., 2025, https://arxiv.org/abs/2505.22549).
+    m  <-  sum_i w_i m_i / sum_i w_i          for each parameter, over the ranks that have its m
+
+Legend: m a parameter's tensor of one name, m_i rank i's, w_i how much rank i counts: 1, or as many
+samples as its steps since the last average had.
+
+A rank has none of a parameter before its first step, or where it has never had a gradient for it.
+It does not count then, and goes on without.  Numbers of steps, by which Adam corrects its moments,
+stay each rank's own.  Where ranks begin anew with other weights (after a loss, or as other
+parameters are trained) momenta stay as they are until the next average.
+
+From DES-LOC (Iacob et al., 2025, https://arxiv.org/abs/2505.22549), which gives each tensor a
+period of its own; here all are averaged with the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -18,26 +26,28 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_dsgd.algorithm import Conditions
+from lightning_dsgd.transport import Transport
 
 _ADAMS: Final = (Adam, AdamW, NAdam, RAdam)
 
 
 def names_of(optimizer: Optimizer) -> tuple[str, ...]:
-    """Returns the names of the tensors that an optimizer keeps for each weight, the same on all.
+    """Returns the names of the tensors that an optimizer keeps for each weight.
 
     Raises:
-        ValueError: for an optimizer of which that is not known, or that keeps none
+        ValueError: for an optimizer whose tensors are not known here, and SGD without momentum
     """
-    if isinstance(optimizer, _ADAMS):
+    if type(optimizer) in _ADAMS:
         if any(group.get("amsgrad") for group in optimizer.param_groups):
             raise ValueError(
                 "average_momentum averages Adam's moments, and not the largest that there was, got "
                 "amsgrad=True; set amsgrad=False, or average_momentum=False"
             )
         return "exp_avg", "exp_avg_sq"
-    if isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups):
+    has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    if type(optimizer) is SGD and has_momentum:
         return ("momentum_buffer",)
-    what = "SGD without momentum" if isinstance(optimizer, SGD) else type(optimizer).__name__
+    what = "SGD without momentum" if type(optimizer) is SGD else type(optimizer).__name__
     raise ValueError(
         "average_momentum needs torch's SGD with momentum, Adam, AdamW, NAdam or RAdam, got "
         f"{what}; set average_momentum=False"
@@ -45,37 +55,43 @@ def names_of(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 class Moments:
-    """Reads and writes what an optimizer keeps, laid out like x.
+    """Averages what the ranks' optimizers keep, laid out like x.
 
     Args:
         conditions: the optimizer, and where its parameters lie in x
     """
 
     def __init__(self, conditions: Conditions) -> None:
-        if conditions.optimizer is None or conditions.parameters_in is None:
+        if conditions.optimizer is None:
             raise ValueError(
-                "average_momentum needs an optimizer of the whole model, got none, or one of a "
-                "shard; set average_momentum=False"
+                "average_momentum needs an optimizer, whose momentum it averages, got none; set "
+                "average_momentum=False"
             )
-        self.names = names_of(conditions.optimizer)
-        self._state = conditions.optimizer.state
+        if conditions.parameters_in is None:
+            raise ValueError(
+                "average_momentum needs a replica that one rank holds, got shards, or a model of "
+                "a training (`simulate`); set average_momentum=False"
+            )
+        self._names = names_of(conditions.optimizer)
+        self._optimizer = conditions.optimizer  # whose state is another dict after a resume
         self._parameters_in = conditions.parameters_in
 
-    def read(self, name: str, like: Tensor) -> Tensor:
-        """Returns one of the tensors, flat; zeros where this rank has made no step yet."""
-        flat = torch.zeros_like(like)
-        for kept, place in self._places(name, flat):
-            place.copy_(kept)
-        return flat
-
-    def write(self, name: str, flat: Tensor) -> None:
-        """Takes values over for the weights that this rank has stepped."""
-        for kept, place in self._places(name, flat):
-            kept.copy_(place)
-
-    def _places(self, name: str, flat: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-        """Returns what is kept for each parameter, with its place in a tensor like x."""
-        pairs = [
-            (self._state.get(p, {}).get(name), place) for p, place in self._parameters_in(flat)
-        ]
-        return [(kept, place) for kept, place in pairs if kept is not None]
+    def average(self, net: Transport, x: Tensor, span: slice, weight: int) -> None:
+        """Averages a fragment's tensors over the ranks that have them; all ranks call this."""
+        for name in self._names:
+            flat = torch.zeros_like(x)
+            pairs = self._parameters_in(flat)
+            own = [self._optimizer.state.get(p, {}).get(name) for p, _ in pairs]
+            counts = torch.tensor([0 if each is None else weight for each in own])
+            for each, (_, place) in zip(own, pairs, strict=True):
+                if each is not None:
+                    place.copy_(each).mul_(weight)
+            net.all_reduce(counts).wait()
+            net.all_reduce(flat[span]).wait()
+            summed = torch.zeros_like(x, dtype=torch.bool)
+            summed[span] = True
+            within = self._parameters_in(summed)
+            rows = zip(own, pairs, within, counts.tolist(), strict=True)
+            for each, (_, place), (_, is_summed), total in rows:
+                if each is not None and total:
+                    each.copy_(torch.where(is_summed, place / total, each))

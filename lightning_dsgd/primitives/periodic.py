@@ -33,8 +33,8 @@ several parts, each rank counts its own steps: one could call in this part and a
 learning rate falls (`called.py`).
 
 **Averaged momentum.**  With average_momentum=True the ranks also average what their optimizers keep
-for each weight, fragment by fragment with the weights (`moments.py`).  It travels in full, whatever
-the wire_dtype.
+for each weight, fragment by fragment with the weights (`moments.py`).  The momentum is sent in
+full, also with a wire_dtype.
 
 **Rounded sums.**  With a wire_dtype the ranks send D's parts rounded, and send what is rounded off
 the next time (`quantised.py`).
@@ -104,8 +104,8 @@ class PeriodicAverage(Algorithm):
     average_momentum: bool = setting(
         default=False,
         doc="if True, the optimizer's momentum is averaged with the weights, and Adam's second "
-        "moment too: nearer to `ddp` at its learning rate; sends |x| more, twice that with Adam, "
-        "and takes |x| more memory during an average",
+        "moment too; sends as much again as the weights in float32, twice as much with Adam, and "
+        "takes |x| more memory during an average",
     )
     # Behind the fields, as dataclasses keep their places where a subclass makes them fields.
     fragments: ClassVar[str] = "equal"
@@ -243,7 +243,7 @@ class PeriodicAverage(Algorithm):
             self._merge(x)  # what a resume has brought
             self._average(self.net, x[span], span, weight)
             if self.moments is not None:
-                self._average_moments(self.moments, x, span, weight)
+                self.moments.average(self.net, x, span, int(mine) if len(mine) else 1)
         else:
             piece = self._with_pending(x, span)
             self.background.begin(piece, span, weight, active=active)
@@ -258,15 +258,6 @@ class PeriodicAverage(Algorithm):
         self.steps_since_sync = 0
         mine.zero_()
         return True
-
-    def _average_moments(self, moments: Moments, x: Tensor, span: slice, weight: Weight) -> None:
-        """Averages what all ranks' optimizers keep for a fragment's weights."""
-        own, total = weight[0], weight[1][: len(weight[0])]
-        for name in moments.names:
-            kept = moments.read(name, x)
-            agreement.weigh(self.net, kept[span], own, total)
-            agreement.average(self.net, kept[span])
-            moments.write(name, kept)
 
     def _with_pending(self, x: Tensor, span: slice) -> Tensor:
         """Returns a copy of a fragment plus the correction that is still pending."""

@@ -119,7 +119,7 @@ class Replica:
     # ---- making the parts ----
 
     @property
-    def _is_whole(self) -> bool:
+    def _holds_all(self) -> bool:
         """Whether this rank holds all weights, and not a shard of them."""
         return type(self._layout) is flat.Whole
 
@@ -134,7 +134,7 @@ class Replica:
             names = dict(sorted(names.items(), key=lambda item: self._fragments[item[1]]))
         flats = self._layout.flatten((name, p) for p, name in names.items())
         is_alone = len(self._optimizers) == len(flats) == 1
-        self._conditions = replace(self._conditions, is_whole=is_alone and self._is_whole)
+        self._conditions = replace(self._conditions, is_whole=is_alone and self._holds_all)
         self._parts[id(optimizer)] = [
             Part(
                 weights,
@@ -159,7 +159,7 @@ class Replica:
             self._conditions,
             gradient_counts=counts,
             optimizer=optimizer,
-            parameters_in=weights.parameters_in if self._is_whole else None,
+            parameters_in=weights.parameters_in if self._holds_all else None,
             fragments=bounds,
             goes_on=self.goes_on,
         )

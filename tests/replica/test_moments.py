@@ -108,21 +108,48 @@ def test_momentum_is_averaged_with_the_fragment_of_its_weights() -> None:
     assert not torch.equal(first[0], other[0])
 
 
-def test_a_rank_without_a_step_has_no_momentum_to_take_over() -> None:
-    def run(net: Any) -> int:
+def test_a_rank_without_a_gradient_counts_in_no_mean() -> None:
+    """Of 3 ranks the last never steps, and the second has no gradient for the last layer."""
+
+    def run(net: Any) -> list[Tensor]:
         mine = model()
-        optimizer = OPTIMIZERS["AdamW"](list(mine.parameters()))
+        optimizer = OPTIMIZERS["momentum"](list(mine.parameters()))
         replica = Replica(net, mine, [optimizer], LocalSGD(1, average_momentum=True))
         replica.synchronize()
-        if net.rank == 0:
-            loss(mine, 0, 0).backward()
+        if net.rank < 2:
+            for parameter in list(mine.parameters())[: 4 - 2 * net.rank]:
+                parameter.grad = torch.full_like(parameter, net.rank + 1.0)
             replica.before_update(optimizer)
             optimizer.step()
             replica.after_update(optimizer)
         replica.finish()
-        return len(optimizer.state)
+        return [state["momentum_buffer"] for state in optimizer.state.values()]
 
-    assert SimulatedWorld(2).run(run) == [4, 0]
+    first, second, third = SimulatedWorld(3).run(run)
+    assert [float(m.mean()) for m in first] == [1.5, 1.5, 1.0, 1.0]
+    assert [float(m.mean()) for m in second] == [1.5, 1.5]
+    assert third == []
+
+
+def test_an_optimizer_that_is_loaded_later_goes_on_to_be_averaged() -> None:
+    def run(net: Any) -> Tensor:
+        mine = model()
+        optimizer = OPTIMIZERS["momentum"](list(mine.parameters()))
+        replica = Replica(net, mine, [optimizer], LocalSGD(1, average_momentum=True))
+        replica.synchronize()
+        optimizer.load_state_dict(optimizer.state_dict())
+        for number in range(2):
+            optimizer.zero_grad()
+            loss(mine, number, net.rank).backward()
+            replica.before_update(optimizer)
+            optimizer.step()
+            replica.after_update(optimizer)
+        replica.finish()
+        return torch.cat([s["momentum_buffer"].flatten() for s in optimizer.state.values()])
+
+    ours, theirs = SimulatedWorld(2).run(run)
+    assert torch.equal(ours, theirs)
+    assert ours.any()
 
 
 @pytest.mark.parametrize(
