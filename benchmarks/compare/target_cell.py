@@ -125,8 +125,12 @@ class Training:
         weights.grad = g
         with torch.no_grad():
             claims = self.epochs.is_claimed
-            places = {"optimizer": optimizer, "parameters_in": lambda flat: [(weights, flat)]}
-            algorithm.start(net, x, Conditions(claims_batches=claims, **places))
+            conditions = Conditions(
+                claims_batches=claims,
+                optimizer=optimizer,
+                parameters_in=lambda flat: [(weights, flat)],
+            )
+            algorithm.start(net, x, conditions)
             scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
             for batch in self.epochs.batches(rank):
                 if batch is None:
