@@ -57,6 +57,7 @@ def owners(package: str) -> list[Any]:
         ),
         observer(package),
         importlib.import_module(f"{package}.trainer.call"),
+        importlib.import_module(f"{package}.utilities.combined_loader").CombinedLoader([]),
         joint.JointEpochs(SimpleNamespace(training=None), trainer_of(package), list),  # type: ignore[arg-type]
         MeanMetric(),
     ]
@@ -67,6 +68,14 @@ def names_in(module: Any) -> set[str]:
     tree = ast.parse(Path(module.__file__).read_text())
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     used -= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    used -= {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
     used |= {
         node.args[1].value
         for node in ast.walk(tree)
