@@ -75,6 +75,7 @@ def check(world: ProcessWorld, names: list[str], world_size: int, *, to_the_bit:
                 assert apart <= (0 if to_the_bit else 1e-9), f"{name}: {apart}"
 
 
+@pytest.mark.timeout(180)  # alone it takes 35 to 55 s on two cores
 def test_algorithms_train_on_a_device() -> None:
     check(FakeWorld(), ["wagma", "oktopk", "allreduce_delay_overlap_int4"], 2, to_the_bit=True)
 
