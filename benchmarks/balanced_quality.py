@@ -48,6 +48,12 @@ STALL: Final = 0.02
 """How likely a micro-batch takes ten times as long."""
 
 
+def _task(name: str) -> Task:
+    """A task whose figure is the validation loss, where it trains a Transformer."""
+    is_transformer = TASKS[name].warmup > 0
+    return replace(TASKS[name], higher_is_better=not is_transformer)
+
+
 class Run:
     """One training: its data, network and schedule.
 
@@ -59,8 +65,7 @@ class Run:
     """
 
     def __init__(self, name: str, lr: float, seed: int, num_steps: int) -> None:
-        is_transformer = TASKS[name].warmup > 0
-        self.task: Task = replace(TASKS[name], higher_is_better=not is_transformer)
+        self.task = _task(name)
         self.lr, self.seed, self.num_steps = lr, seed, num_steps
         torch.manual_seed(seed)
         self.networks = Networks(self.task, RANKS)
@@ -81,15 +86,9 @@ class Run:
         optimizer = self.task.optimizer([weights], self.lr)
         for step in range(self.num_steps):
             for group in optimizer.param_groups:
-                group["lr"] = self.lr * self._share_of_lr(step)
+                group["lr"] = self.lr * self.task.share_of_lr(step, self.num_steps)
             yield step, weights.detach(), weights
             optimizer.step()
-
-    def _share_of_lr(self, step: int) -> float:
-        done = (step + 1) / self.num_steps
-        if done < self.task.warmup:
-            return done / self.task.warmup
-        return (1.0 + math.cos(math.pi * step / self.num_steps)) / 2
 
     def quality(self, x: Tensor) -> float:
         """The validation loss of a Transformer, else the accuracy."""
@@ -147,7 +146,7 @@ def best_rate(name: str, num_steps: int) -> float:
 
     def mean(lr: float) -> float:
         ends = [in_one_process(Run(name, lr, seed, num_steps)) for seed in TUNING_SEEDS]
-        sign = 1 if TASKS[name].warmup > 0 else -1
+        sign = -1 if _task(name).higher_is_better else 1
         return sign * statistics.mean(ends)
 
     best = min(RATES[name], key=mean)

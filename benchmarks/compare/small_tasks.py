@@ -11,6 +11,7 @@ statistics and batches of its own; nothing else is shared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -54,6 +55,13 @@ class Task:
     warmup: float = 0.0
     higher_is_better: bool = True
     ignored: int = -100
+
+    def share_of_lr(self, step: int, num_steps: int) -> float:
+        """Returns the learning rate's factor: a linear rise, then a cosine to zero."""
+        done = (step + 1) / num_steps
+        if done < self.warmup:
+            return done / self.warmup
+        return (1.0 + math.cos(math.pi * step / num_steps)) / 2
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss to minimise."""

@@ -213,11 +213,8 @@ class Training:
         return self.g[rank]
 
     def share_of_lr(self, step: int) -> float:
-        """Returns the learning rate's factor: a linear rise, then a cosine to zero."""
-        done = (step + 1) / self.num_steps
-        if done < self.task.warmup:
-            return done / self.task.warmup
-        return (1.0 + math.cos(math.pi * step / self.num_steps)) / 2
+        """Returns the learning rate's factor, as the task has it."""
+        return self.task.share_of_lr(step, self.num_steps)
 
     def look(self, seconds: float) -> None:
         """Adds a point to the curve."""
