@@ -39,14 +39,18 @@ _WRITERS: Final = (
 
 
 class _TimedCalls:
-    """Functions that are replaced for a while."""
+    """Replaces functions of torch's for a while, to time the calls of the thread that makes it."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._originals: list[tuple[Any, str, Any]] = []
 
+    def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
+        self._originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, by)
+
     def end(self) -> None:
-        """Puts everything back."""
+        """Puts torch's own functions back, the last replaced first."""
         while self._originals:
             setattr(*self._originals.pop())
 
@@ -85,8 +89,7 @@ class Meetings(_TimedCalls):
             for name in (*_NAMES, *OF_FSDP):
                 original = getattr(module, name, None)
                 if original is not None:
-                    self._originals.append((module, name, original))
-                    setattr(module, name, self._timed(original, OF_FSDP.get(name)))
+                    self._replace(module, name, self._timed(original, OF_FSDP.get(name)))
 
     def _timed(self, original: Any, kind: str | None) -> Any:
         @functools.wraps(original)
@@ -157,5 +160,4 @@ class Pauses(_TimedCalls):
                 self._inside.discard(kind)
                 self._tell(kind, begin_s, time.monotonic())
 
-        self._originals.append((owner, name, original))
-        setattr(owner, name, timed)
+        self._replace(owner, name, timed)
