@@ -78,20 +78,23 @@ class Moments:
 
     def average(self, net: Transport, x: Tensor, span: slice, weight: int) -> None:
         """Averages a fragment's tensors over the ranks that have them; all ranks call this."""
+        is_inside = torch.zeros_like(x, dtype=torch.bool)
+        is_inside[span] = True
+        pairs = self._parameters_in(is_inside)
+        # An optimizer makes all of a parameter's tensors in one step.
+        states = [self._optimizer.state.get(parameter, {}) for parameter, _ in pairs]
+        have = [state.get(self._names[0]) is not None for state in states]
+        totals = torch.tensor([weight if has else 0 for has in have])
+        net.all_reduce(totals).wait()
         for name in self._names:
             flat = torch.zeros_like(x)
-            pairs = self._parameters_in(flat)
-            own = [self._optimizer.state.get(p, {}).get(name) for p, _ in pairs]
-            counts = torch.tensor([0 if each is None else weight for each in own])
-            for each, (_, place) in zip(own, pairs, strict=True):
+            places = [place for _, place in self._parameters_in(flat)]
+            own = [state[name] if has else None for state, has in zip(states, have, strict=True)]
+            for each, place in zip(own, places, strict=True):
                 if each is not None:
                     place.copy_(each).mul_(weight)
-            net.all_reduce(counts).wait()
             net.all_reduce(flat[span]).wait()
-            summed = torch.zeros_like(x, dtype=torch.bool)
-            summed[span] = True
-            within = self._parameters_in(summed)
-            rows = zip(own, pairs, within, counts.tolist(), strict=True)
-            for each, (_, place), (_, is_summed), total in rows:
+            rows = zip(own, places, pairs, totals.tolist(), strict=True)
+            for each, place, (_, inside), total in rows:
                 if each is not None and total:
-                    each.copy_(torch.where(is_summed, place / total, each))
+                    each.copy_(torch.where(inside, place / total, each))
