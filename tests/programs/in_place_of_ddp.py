@@ -24,27 +24,34 @@ _STRATEGY = os.environ["IN_PLACE_OF_DDP"]
 _RESULTS = Path(os.environ["RESULTS"])
 _PID = int(os.environ.setdefault("RESULTS_OF", str(os.getpid())))
 """The process that writes them; a rank that it starts runs the same command."""
-_START_METHODS = {"ddp": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
+_START_METHODS = {
+    "ddp": "popen",
+    "ddp_spawn": "spawn",
+    "ddp_fork": "fork",
+    "ddp_notebook": "fork",
+}
+"""How ranks start, by Lightning's names; what follows them, as `_find_unused...`, is an option."""
 _num_made = 0
+
+
+def _bare(name: str) -> str:
+    return name.partition("_find")[0]
 
 
 def _replaced(name: str, theirs: Any) -> Any:
     """Returns what makes a strategy in the place of one of Lightning's."""
-    bare = name.partition("_find")[0].removeprefix("ddp_")
 
     def make(**options: Any) -> Any:
         global _num_made
         _num_made += 1
         if _STRATEGY == "ddp":
             return theirs["strategy"](**theirs["init_params"], **options)
-        return strategy_of(_STRATEGY, start_method=_START_METHODS[bare])
+        return strategy_of(_STRATEGY, start_method=_START_METHODS[_bare(name)])
 
     return make
 
 
-for _name in [each for each in StrategyRegistry if each.partition("_find")[0] in (
-    "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"
-)]:  # fmt: skip
+for _name in [each for each in StrategyRegistry if _bare(each) in _START_METHODS]:
     _theirs = dict(StrategyRegistry[_name])
     StrategyRegistry[_name] = _theirs | {"strategy": _replaced(_name, _theirs), "init_params": {}}
 

@@ -98,8 +98,11 @@ def main() -> None:
     report = {}
     for strategy in args.strategies.split(","):
         rows = outcomes(tests, strategy, sorted(count))
-        failed = {test: rows.get(test, {}).get("error", "did not run") for test in sorted(count)
-                  if rows.get(test, {}).get("outcome") != "passed"}  # fmt: skip
+        passed = {test for test, row in rows.items() if row["outcome"] == "passed"}
+        failed = {
+            test: rows[test]["error"] if test in rows else "did not run"
+            for test in sorted(count - passed)
+        }
         report[strategy] = failed
         print(f"\n{strategy}: {len(count) - len(failed)} of {len(count)} pass", flush=True)
         for test, error in failed.items():
