@@ -52,7 +52,7 @@ class Session(Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that train."""
+        """The ranks that train with this one, on whose loss `Ranks` decides."""
 
     @property
     def meetings(self) -> Transport:

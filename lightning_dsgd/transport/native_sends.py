@@ -152,5 +152,5 @@ class Parts(NativeCollective):
 
     @property
     def result(self) -> Tensor:
-        """What has come."""
+        """The parts that other ranks have sent, one after the other."""
         return self._into

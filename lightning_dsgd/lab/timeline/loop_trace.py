@@ -60,7 +60,7 @@ class _Events:
         self._has_batch(self._since_s)
 
     def on_step_end(self: Any, *_: Any, **__: Any) -> None:
-        """Ends a step."""
+        """Notes the end of the step that the trainer has made."""
         self._end_step()
         self._goes_on()
 
@@ -81,7 +81,7 @@ class _Events:
         self._goes_on()
 
     def on_train_end(self: Any, *_: Any, **__: Any) -> None:
-        """Closes the file."""
+        """Ends the record, and closes its file, as the training has ended."""
         self._stop_finding()
         if self._watch is not None:
             self.__exit__(None, None, None)
