@@ -347,9 +347,9 @@ def step_time(device: torch.device, width: int, blocks: int) -> Generator[dict[s
 
 def fit(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     """What a rank of a job does for one strategy: it fits a small model."""
+    from lightning_dsgd.trainer.named import strategy_of
     from tests.support.fits import Seeded, accelerator_of
     from tests.support.models import loader, trainer, weights
-    from tests.support.strategies import strategy_of
 
     kind, begin = settings["device"], time.perf_counter()
     with contextlib.ExitStack() as stack:

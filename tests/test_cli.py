@@ -16,8 +16,8 @@ import yaml
 
 import lightning_dsgd
 from lightning_dsgd.cli import COMMANDS, main
+from lightning_dsgd.trainer.named import KINDS
 from tests.support.mpi import ended
-from tests.support.strategies import KINDS
 from tests.support.worlds import FitWorld
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lightning_dsgd.trainer.named import KINDS, strategy_of
 from tests.support.models import Regression, loader, trainer, weights
-from tests.support.strategies import KINDS, strategy_of
 from tests.support.worlds import FitWorld
 
 

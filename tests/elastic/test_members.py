@@ -28,10 +28,10 @@ from lightning_dsgd.session.phases import FOLLOWING, Phase
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.simulated import Killed
 from lightning_dsgd.trainer.children import Processes
+from lightning_dsgd.trainer.named import strategy_of
 from lightning_dsgd.trainer.sessions import TrainerSession
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.view import View
-from tests.support.strategies import strategy_of
 
 CHOSEN = choose("a test", Options, {"timeout_s": 10.0, "heartbeat_timeout_s": 10.0})
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_dsgd import devices
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
+from lightning_dsgd.trainer.named import strategy_of
 from tests.elastic.test_plain import LOSS_UNTRAINED, PERIODS, SURVIVES
 from tests.elastic.test_trainer import Logging
 from tests.support import fake_device
@@ -21,7 +22,6 @@ from tests.support.fake_device import FakeDevice
 from tests.support.fits import accelerator_of
 from tests.support.models import loader, trainer, weights
 from tests.support.ports import free_port
-from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 from tests.support.worlds import FakeFitWorld, StartWorld
 

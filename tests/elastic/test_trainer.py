@@ -21,12 +21,12 @@ from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.trainer.children import Processes
+from lightning_dsgd.trainer.named import strategy_of
 from lightning_dsgd.trainer.sessions import TrainerSession
 from tests.elastic.test_plain import LOSS_UNTRAINED, PERIODS, SURVIVES
 from tests.support.doomed import Doomed, Plan, await_leave
 from tests.support.killed import NUM_RANKS, kill_after, kill_at_random
 from tests.support.models import loader, trainer
-from tests.support.strategies import strategy_of
 from tests.support.thorough import cases, some
 from tests.support.worlds import FitWorld
 

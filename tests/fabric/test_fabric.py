@@ -20,13 +20,13 @@ from torch import Tensor, nn
 import lightning_dsgd as dsgd
 from lightning_dsgd import FabricStrategy
 from lightning_dsgd.fabric import twin
+from lightning_dsgd.trainer.named import KINDS
 from tests.plain.test_training import loader_of, make, mean_batch
 from tests.session.test_faces import batches_of
 from tests.support.faces import FACES, Loop
 from tests.support.fits import Plain, errors, run, same
 from tests.support.models import weights
 from tests.support.mpi import ROOT, ended
-from tests.support.strategies import KINDS
 from tests.support.worlds import ParentWorld
 
 exhaustive = pytest.mark.exhaustive

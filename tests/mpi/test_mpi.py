@@ -19,11 +19,11 @@ from torch import Tensor
 
 from lightning_dsgd.mpi import job, wire
 from lightning_dsgd.mpi.wire import MPITransport
+from lightning_dsgd.trainer.named import strategy_of
 from lightning_dsgd.transport import Transport, TransportError, mpi_job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.mpi import SIZE, MPIFitWorld, MPIJob, MPIWorld, ended, every_mpi, mpiexec
-from tests.support.strategies import strategy_of
 from tests.transport.helpers import send_and_check
 
 EMPTY = torch.empty(0)

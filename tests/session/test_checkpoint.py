@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from lightning_dsgd.session.checkpoint import files, record
 from lightning_dsgd.simulated import SimulatedWorld
+from lightning_dsgd.trainer.named import KINDS, strategy_of
 from tests.support.fits import every_strategy
 from tests.support.heard import Heard
 from tests.support.models import Regression, loader, trainer
-from tests.support.strategies import KINDS, strategy_of
 from tests.support.thorough import cases
 from tests.support.worlds import FitWorld, Outcome, ParentWorld, ProcessWorld
 

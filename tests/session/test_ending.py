@@ -28,11 +28,11 @@ from lightning_dsgd.session import ending
 from lightning_dsgd.session.ending import all_fail
 from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.trainer.children import Processes
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support import doomed
 from tests.support.doomed import Doomed, Plan, num_batches
 from tests.support.models import Regression, loader, trainer
 from tests.support.mpi import environment, every_mpi, mpiexec
-from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 from tests.support.worlds import FitWorld, Outcome
 

@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.models import Regression, loader, weights
-from tests.support.strategies import strategy_of
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)

@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.models import Regression, loader, trainer
-from tests.support.strategies import strategy_of
 
 
 def write_whole(file: Path, text: str) -> None:

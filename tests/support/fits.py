@@ -14,8 +14,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_dsgd.devices import port_of
+from lightning_dsgd.trainer.named import KINDS, strategy_of
 from tests.support.models import Regression, loader, trainer, weights
-from tests.support.strategies import KINDS, strategy_of
 from tests.support.worlds import FitWorld
 
 NAMES = ("allreduce", "no_sync", "local_sgd", "dpsgd")  # one of each kind

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_dsgd as dsgd
 import lightning_dsgd.pytorch_lightning as twins
+from lightning_dsgd.trainer.named import strategy_of
 from lightning_dsgd.trainer.step_sizes import batches_of_each
 from tests.support.fits import LATER, Plain, errors, fit, fp16, run, strategy
 from tests.support.models import loader, trainer, weights
-from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 
 VAL = {"num_samples": 32}

@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.models import Regression, loader, trainer, weights
-from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 from tests.support.worlds import FitWorld
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.mpi import SIZE, MPIFitWorld, MPIJob, every_mpi
-from tests.support.strategies import strategy_of
 from tests.support.worlds import FitWorld
 
 SOON_S = 30.0

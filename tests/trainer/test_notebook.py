@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from nbclient import NotebookClient
 
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.mpi import environment
-from tests.support.strategies import strategy_of
 from tests.support.worlds import ParentWorld
 
 ROOT = Path(__file__).parents[2]

@@ -26,9 +26,9 @@ from lightning_dsgd import (
     LocalSGD,
     StragglerInjector,
 )
+from lightning_dsgd.trainer.named import KINDS, strategy_of
 from tests.support.fits import fp16
 from tests.support.models import Regression, loader, trainer
-from tests.support.strategies import KINDS, strategy_of
 from tests.support.worlds import FitWorld
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.fits import some_now
 from tests.support.models import Regression, loader, trainer, weights
-from tests.support.strategies import strategy_of
 from tests.support.worlds import ParentWorld
 
 

@@ -31,9 +31,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset
 
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.fits import Plain, Recorder
 from tests.support.models import Regression, loader, trainer, weights
-from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 from tests.support.worlds import FitWorld
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_dsgd.trainer.named import strategy_of
 from lightning_dsgd.transport import TransportError, processes
 from tests.support.models import Regression, loader, trainer
 from tests.support.mpi import ROOT, ended
 from tests.support.ports import free_port
-from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 from tests.support.worlds import Outcome, StartWorld
 

@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.fits import Plain, run
 from tests.support.models import trainer
-from tests.support.strategies import strategy_of
 from tests.support.thorough import cases
 
 SLOW_S, FAST_S = 0.15, 0.005

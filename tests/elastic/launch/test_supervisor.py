@@ -19,11 +19,11 @@ from lightning_dsgd.elastic import register
 from lightning_dsgd.elastic.launch import command, supervisor
 from lightning_dsgd.elastic.launch.node import Place
 from lightning_dsgd.elastic.register import Register
+from lightning_dsgd.trainer.named import KINDS
 from lightning_dsgd.transport import TransportError
 from tests.support.launched import Launched, await_files, is_alive, until
 from tests.support.mpi import ROOT
 from tests.support.ports import free_port
-from tests.support.strategies import KINDS
 
 # Writes a file of its rank, and then does what its rank is told.
 SCRIPT = """

@@ -20,11 +20,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_dsgd import StepTrace
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.doomed import Doomed, write_whole
 from tests.support.fake_device import install, parameters_allowed
 from tests.support.fits import accelerator_of
 from tests.support.models import loader, trainer
-from tests.support.strategies import strategy_of
 
 BATCH_S = 0.02
 

@@ -6,9 +6,9 @@ import sys
 
 import torch
 
+from lightning_dsgd.trainer.named import strategy_of
 from lightning_dsgd.transport import processes
 from tests.support.models import Regression, loader, trainer
-from tests.support.strategies import strategy_of
 
 torch.set_num_threads(1)
 is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
