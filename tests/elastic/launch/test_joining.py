@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,13 @@ def check_end(folder: Path, ranks: list[int]) -> int:
     return int(ends[0]["num_batches"])
 
 
-def kill_and_let_join(folder: Path, name: str, lost: int, ranks: int) -> None:
+def kill_and_let_join(
+    folder: Path, name: str, lost: int, ranks: int, ready: Callable[[], bool] = lambda: True
+) -> None:
+    """Kills a rank in the second epoch or later, once `ready` says so, and lets it join."""
     with job(folder, name, ranks) as launched:
         until(lambda: all(where(folder, rank)["epoch"] >= 1 for rank in range(ranks)))
+        until(ready)
         before = where(folder, lost)
         os.kill(before["pid"], signal.SIGKILL)
         until(lambda: where(folder, lost)["pid"] != before["pid"])
