@@ -162,7 +162,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=10)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    rows = []
+    settings = {"ranks": RANKS, "slots": SLOTS, "steps": args.steps, "batch": BATCH}
+    told = {"settings": settings, "hyperparameters": in_force(["balanced"], [RANKS])}
+    told, rows = {**provenance(), **told}, []
     for name in args.tasks.split(","):
         lr = best_rate(name, args.steps)
         for seed in range(1, args.seeds + 1):
@@ -171,9 +173,7 @@ def main(argv: list[str] | None = None) -> None:
             row = {"task": name, "lr": lr, "seed": seed, "one_process": expected}
             rows.append(row | {"balanced": found, "void": num_void})
             print(rows[-1], flush=True)
-    settings = {"ranks": RANKS, "slots": SLOTS, "steps": args.steps, "batch": BATCH}
-    told = {"settings": settings, "hyperparameters": in_force(["balanced"], [RANKS])}
-    write_result({**provenance(), **told, "rows": rows}, args.output)
+        write_result({**told, "rows": rows}, args.output)
 
 
 if __name__ == "__main__":
