@@ -63,7 +63,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # before what is installed, 
 import lightning_dsgd as dsgd
 from benchmarks import slow_kernel, stuck_rank
 from benchmarks.compare.throughput import flatten
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
+from lightning_dsgd.algorithms import ALL_ALGORITHMS, BY_UNITS
 from lightning_dsgd.devices import Port, port_of, until
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab import accelerators
@@ -470,7 +470,7 @@ def parts_of(device: torch.device, kind: str, folder: Path, *, small: bool) -> P
     """
     mb = 1 << (12 if small else 20)
     counts = (1, 20) if small else (1, 16, 100, 400)
-    every = (*BY_UNITS, *ALGORITHMS, *VARIANTS)
+    every = (*ALL_ALGORITHMS, *VARIANTS)
     parts: Parts = {
         "selection": selection(device, (10_000,) if small else (10**6, 10**7, 10**8)),
         "staging": staging(device, tuple(count * mb for count in counts)),

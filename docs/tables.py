@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.compare import target_tables
 from benchmarks.compare.situations import SITUATIONS
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
+from lightning_dsgd.algorithms import ALL_ALGORITHMS, BY_UNITS, make_algorithm
 from lightning_dsgd.algorithms.written import as_code
 from lightning_dsgd.lab import decisions, target_rows
 from lightning_dsgd.lab.catalogue import markdown
@@ -88,7 +88,7 @@ def used(choice: Choice | None, pages: str = "") -> str:
     if choice.strategy == decisions.DDP:
         return "Lightning's `ddp`"
     name, given = decisions.options(choice.strategy, choice.data)
-    section = (BY_UNITS | ALGORITHMS)[name].__module__.rpartition(".")[2]
+    section = ALL_ALGORITHMS[name].__module__.rpartition(".")[2]
     settings = [f"`{key}={as_code(value)}`" for key, value in given.items()]
     if choice.data == CLAIMED:
         settings[-1] = f"[{settings[-1]}]({pages}claimed_batches.md)"

@@ -102,8 +102,7 @@ def __dir__() -> list[str]:
 def _algorithms() -> dict[str, Any]:
     """By the name of the class."""
     registry: Any = importlib.import_module("lightning_dsgd.algorithms")
-    known = registry.ALGORITHMS | registry.BY_UNITS
-    return {algorithm.__name__: algorithm for algorithm in known.values()}
+    return {kind.__name__: kind for kind in registry.ALL_ALGORITHMS.values()}
 
 
 when_imported("lightning.pytorch", "lightning_dsgd.trainer.named")

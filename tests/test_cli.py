@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 import lightning_dsgd
+from lightning_dsgd.algorithms import ALL_ALGORITHMS
 from lightning_dsgd.cli import COMMANDS, main
-from lightning_dsgd.trainer.named import KINDS
 from tests.support.mpi import ended
 from tests.support.worlds import FitWorld
 
@@ -34,7 +34,7 @@ def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 RECIPE_FIT = ["fit", "--config", str(RECIPE)]
 WRONG = ["--trainer.strategy.algorithm.sync_perod", "8"]
 SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
-    "all strategies": (["strategies"], None, [*KINDS]),
+    "all strategies": (["strategies"], None, [*ALL_ALGORITHMS]),
     "a strategy": (
         ["strategies", "local_sgd"],
         None,
@@ -90,7 +90,7 @@ def test_a_command_answers_or_refuses(
 def test_records_are_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     main(["strategies", "--json"])
     every = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in every] == [*KINDS]
+    assert [each["name"] for each in every] == [*ALL_ALGORITHMS]
     main(["strategies", "local_sgd", "--json"])
     [one] = json.loads(capsys.readouterr().out)
     assert one in every

@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_dsgd.trainer.named import KINDS, strategy_of
+from lightning_dsgd.algorithms import ALL_ALGORITHMS
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.worlds import FitWorld
 
@@ -34,7 +35,7 @@ def fit(name: str, folder: Path, **kwargs: Any) -> tuple[L.LightningModule, L.Tr
 def fit_and_resume(folder: Path) -> dict[str, tuple[Tensor, int, float]]:
     """Two epochs under each strategy, the second by another trainer: weights, steps, loss."""
     results = {}
-    for name in KINDS:
+    for name in ALL_ALGORITHMS:
         fit(name, folder / name, max_epochs=1)
         path = str(folder / name / "epoch=0.ckpt")
         model, run = fit(name, folder / name, max_epochs=2, ckpt_path=path)
@@ -47,7 +48,7 @@ def fit_and_resume(folder: Path) -> dict[str, tuple[Tensor, int, float]]:
 @pytest.mark.versions
 def test_every_strategy_trains_and_resumes(tmp_path: Path) -> None:
     ours, theirs = FitWorld().run(2, fit_and_resume, tmp_path)
-    assert set(ours) == set(KINDS)
+    assert set(ours) == set(ALL_ALGORITHMS)
     for name, (x, steps, loss) in ours.items():
         assert torch.equal(x, theirs[name][0]), name
         assert (steps, theirs[name][1]) == (16, 16), name

@@ -48,19 +48,19 @@ COMPARISONS: Final = tuple(algorithm.name for algorithm in _COMPARED)
 
 BY_UNITS: Final[dict[str, type[Algorithm]]] = {Balanced.name: Balanced}
 """Those that sum a step's micro-batches one by one, and so stand on a face's loaders."""
+ALL_ALGORITHMS: Final = BY_UNITS | ALGORITHMS
 
 
 def make_algorithm(spec: str) -> Algorithm:
     """Makes an algorithm from its name and hyperparameters, as in `wagma:overlap=true`."""
     name, options = parse(spec)
-    ours = BY_UNITS | ALGORITHMS
-    if name not in ours:
+    if name not in ALL_ALGORITHMS:
         raise ValueError(
-            f"an algorithm must be one of {', '.join(ours)}, "
+            f"an algorithm must be one of {', '.join(ALL_ALGORITHMS)}, "
             f"with hyperparameters as in wagma:overlap=true, got {spec!r}"
-            f"{did_you_mean(name, ours)}"
+            f"{did_you_mean(name, ALL_ALGORITHMS)}"
         )
-    kind = ours[name]
+    kind = ALL_ALGORITHMS[name]
     known = names(kind)
     for option, value in options.items():
         if option not in known:

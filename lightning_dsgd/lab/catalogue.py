@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithm import Algorithm, Profile
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, COMPARISONS
+from lightning_dsgd.algorithms import ALGORITHMS, ALL_ALGORITHMS, COMPARISONS
 from lightning_dsgd.algorithms.written import class_for
 from lightning_dsgd.lab import decisions
 
@@ -39,7 +39,6 @@ _NOT_SAID: Final = Profile("-", "-", "-", "-", "-")
 _NARROW: Final = 130
 """Columns of a terminal below which the table's cells would break words."""
 _INDENTED: Final[Any] = {"initial_indent": "    ", "subsequent_indent": "    "}
-_ALL: Final[dict[str, type[Algorithm]]] = BY_UNITS | ALGORITHMS
 _SHARES: Final = (0, 24, 15, 16, 23, 17, 25)
 """Each column's share of the width that the names leave."""
 
@@ -71,7 +70,7 @@ def row(algorithm: type[Algorithm]) -> tuple[str, ...]:
 
 def records(name: str | None) -> list[dict[str, Any]]:
     """Returns what the table and the details say, for programs: of one strategy, or of all."""
-    chosen = _ALL.values() if name is None else [strategy_called(name, _ALL)]
+    chosen = ALL_ALGORITHMS.values() if name is None else [strategy_called(name, ALL_ALGORITHMS)]
     names = [column.replace(" ", "_") for column in COLUMNS]
     return [
         {
@@ -86,13 +85,13 @@ def records(name: str | None) -> list[dict[str, Any]]:
 def table() -> str:
     """Returns the table for a terminal, as wide as the terminal; a list where that is narrow."""
     width = shutil.get_terminal_size((150, 24)).columns
-    front = [row(algorithm) for algorithm in _in_front(_ALL)]
+    front = [row(algorithm) for algorithm in _in_front(ALL_ALGORITHMS)]
     compared = [row(algorithm) for algorithm in _compared()]
     if width < _NARROW:
         entries = [_entry(cells, width) for cells in (*front, *compared)]
         entries.insert(len(front), TO_COMPARE)
         return "\n\n".join(entries)
-    name_width = max(map(len, _ALL))
+    name_width = max(map(len, ALL_ALGORITHMS))
     spare = width - name_width - 2 * len(COLUMNS)
     widths = [name_width, *(spare * share // sum(_SHARES) for share in _SHARES[1:])]
 
@@ -153,7 +152,7 @@ def _linked(algorithm: type[Algorithm], page: str, columns: tuple[str, ...]) -> 
 
 def describe(name: str) -> str:
     """Describes a strategy: how to create it, its hyperparameters, its module's docstring."""
-    algorithm = strategy_called(name, _ALL)
+    algorithm = strategy_called(name, ALL_ALGORITHMS)
     defaults = (f"{f.name}={f.default!r}" for f in fields(algorithm))  # type: ignore[arg-type]
     module = inspect.getdoc(inspect.getmodule(algorithm)) or ""
     sections = [

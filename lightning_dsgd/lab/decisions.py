@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
+from lightning_dsgd.algorithms import ALL_ALGORITHMS
 from lightning_dsgd.algorithms.written import as_code, class_for
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
@@ -352,7 +352,7 @@ def code(strategy: str, data: str = EQUAL) -> str:
     name, given = parse(strategy)
     if not given and data == EQUAL:
         return f'"{name}"'
-    kind = (ALGORITHMS | BY_UNITS)[name]
+    kind = ALL_ALGORITHMS[name]
     arguments = ", ".join(f"{key}={as_code(value)}" for key, value in given.items())
     algorithm = f"lightning_dsgd.{kind.__name__}({arguments})" if given else f'"{name}"'
     claimed = f', data="{CLAIMED}"' if data == CLAIMED else ""

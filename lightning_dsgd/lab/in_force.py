@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
+from lightning_dsgd.algorithms import ALL_ALGORITHMS, make_algorithm
 from lightning_dsgd.hyperparameters import parse
 
 _OFF = (False, None, "equal", "float32")
@@ -24,8 +24,7 @@ def in_force(specs: Iterable[str], ranks: Iterable[int]) -> dict[str, dict[str, 
     each of these numbers of ranks.
     """
     sizes = sorted({*ranks})
-    ours = ALGORITHMS.keys() | BY_UNITS.keys()
-    return {spec: _all(spec, sizes) for spec in specs if parse(spec)[0] in ours}
+    return {spec: _all(spec, sizes) for spec in specs if parse(spec)[0] in ALL_ALGORITHMS}
 
 
 def _all(spec: str, ranks: Iterable[int]) -> dict[str, Any]:
@@ -89,5 +88,5 @@ def lacks(result: dict[str, Any]) -> list[str]:
 
 
 def _names_a_strategy(result: dict[str, Any]) -> bool:
-    names = "|".join(ALGORITHMS)
+    names = "|".join(ALL_ALGORITHMS)
     return re.search(rf'"(?:{names})[":,]', json.dumps(result)) is not None

@@ -7,26 +7,24 @@ A name stands for `DecentralizedStrategy` with the algorithm that has the name. 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
+from lightning_dsgd.algorithms import ALL_ALGORITHMS, BY_UNITS
 from lightning_dsgd.algorithms.written import as_strategy
 from lightning_dsgd.hyperparameters import names as names_of_options
 from lightning_dsgd.trainer import names
 from lightning_dsgd.trainer.balanced import BalancedStrategy
 from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
-KINDS: Final = BY_UNITS | ALGORITHMS
-"""The algorithms, by the names that `Trainer(strategy=...)` takes."""
-
 
 def strategy_of(name: str, **options: Any) -> DecentralizedStrategy:
     """Makes what a name stands for; each option is the algorithm's, or one of every strategy."""
-    own = {key: options.pop(key) for key in names_of_options(KINDS[name]) if key in options}
+    kind = ALL_ALGORITHMS[name]
+    own = {key: options.pop(key) for key in names_of_options(kind) if key in options}
     strategy = BalancedStrategy if name in BY_UNITS else DecentralizedStrategy
-    return strategy(KINDS[name](**own), **options)
+    return strategy(kind(**own), **options)
 
 
 names.make_known(StrategyRegistry, DecentralizedStrategy, BalancedStrategy)

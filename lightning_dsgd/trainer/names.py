@@ -21,7 +21,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
+from lightning_dsgd.algorithms import ALL_ALGORITHMS, BY_UNITS
 from lightning_dsgd.algorithms.written import meant
 from lightning_dsgd.hyperparameters import NAMES_ALIKE
 
@@ -37,7 +37,7 @@ def make_known(registry: Any, strategy: type, by_units: type) -> None:
         strategy: the class that a name stands for
         by_units: the same for algorithms that sum a step's micro-batches one by one
     """
-    for name, algorithm in (BY_UNITS | ALGORITHMS).items():
+    for name, algorithm in ALL_ALGORITHMS.items():
         kind = by_units if name in BY_UNITS else strategy
         description = (inspect.getdoc(algorithm) or name).splitlines()[0]
         for each in (name, f"{ALIAS}{name}"):
@@ -47,7 +47,7 @@ def make_known(registry: Any, strategy: type, by_units: type) -> None:
 def hint(name: str, others: Collection[str] = ()) -> str:
     """Returns our names that a wrong name may have meant, as a text; empty if there are none."""
     prefix = ALIAS if name.lower().startswith(ALIAS) else ""
-    ours = [f"{prefix}{own}" for own in (*BY_UNITS, *ALGORITHMS)]
+    ours = [f"{prefix}{own}" for own in ALL_ALGORITHMS]
     known = {_bare(other): "" for other in others} | {_bare(own): own for own in ours}
     bare = _bare(name)
     near = [bare] if bare in known else get_close_matches(bare, known, 3, NAMES_ALIKE)
@@ -81,7 +81,7 @@ def hint_in(module: str, connector: str, write: Callable[[Algorithm], str]) -> N
                     raise
                 given = getattr(self, "_strategy_flag", None)
                 if isinstance(given, str):
-                    ours = {*BY_UNITS, *ALGORITHMS}
+                    ours = {*ALL_ALGORITHMS}
                     theirs = set(getattr(self, "_registered_strategies", ())) - ours
                     more = hint(given, theirs - {f"{ALIAS}{own}" for own in ours})
                 else:

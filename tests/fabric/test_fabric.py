@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import lightning_dsgd as dsgd
 from lightning_dsgd import FabricStrategy
+from lightning_dsgd.algorithms import ALL_ALGORITHMS
 from lightning_dsgd.fabric import twin
-from lightning_dsgd.trainer.named import KINDS
 from tests.plain.test_training import loader_of, make, mean_batch
 from tests.session.test_faces import batches_of
 from tests.support.faces import FACES, Loop
@@ -51,7 +51,7 @@ def steps(fabric: Any, model: Any, optimizer: Any, batches: Any) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_name_is_known_to_fabric(package: str) -> None:
     fabric = importlib.import_module(package).Fabric
-    for name in KINDS:
+    for name in ALL_ALGORITHMS:
         for each in (name, f"ddp_{name}"):
             strategy = fabric(strategy=each, accelerator="cpu", devices=2).strategy
             assert type(strategy) is PACKAGES[package]

@@ -19,9 +19,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
+from lightning_dsgd.algorithms import ALL_ALGORITHMS
 from lightning_dsgd.session.checkpoint import files, record
 from lightning_dsgd.simulated import SimulatedWorld
-from lightning_dsgd.trainer.named import KINDS, strategy_of
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.fits import every_strategy
 from tests.support.heard import Heard
 from tests.support.models import Regression, loader, trainer
@@ -144,7 +145,7 @@ def train(
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(1 + rank)
     log, watch = Heard("lightning.pytorch", "pytorch_lightning"), Watch()
-    strategy = make(name) if name in KINDS else name
+    strategy = make(name) if name in ALL_ALGORITHMS else name
     defaults = {"filename": "{epoch}", "save_top_k": -1, "save_on_train_epoch_end": True}
     saver = ModelCheckpoint(dirpath=folder, **{**defaults, **(save or {})})
     runner = trainer(

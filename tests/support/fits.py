@@ -13,8 +13,9 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
+from lightning_dsgd.algorithms import ALL_ALGORITHMS
 from lightning_dsgd.devices import port_of
-from lightning_dsgd.trainer.named import KINDS, strategy_of
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.worlds import FitWorld
 
@@ -103,7 +104,7 @@ def fit(
 ) -> tuple[L.LightningModule, L.Trainer]:
     """Trains a model on this rank, with a strategy of ours by name, or any other."""
     world_size = int(os.environ["WORLD_SIZE"])
-    chosen = strategy(name, **kwargs.pop("options", {})) if name in KINDS else name
+    chosen = strategy(name, **kwargs.pop("options", {})) if name in ALL_ALGORITHMS else name
     model = make()
     run = trainer(chosen, kwargs.pop("devices", world_size), **kwargs)
     run.fit(model, loader(**(train or {})), None if val is None else loader(**val))

@@ -14,7 +14,7 @@ import pytest
 
 import lightning_dsgd as dsgd
 import lightning_dsgd.pytorch_lightning as twins
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
+from lightning_dsgd.algorithms import ALGORITHMS, ALL_ALGORITHMS, BY_UNITS
 from tests.support.mpi import ended
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def test_every_name_and_its_alias_stand_for_one_strategy(package: str) -> None:
     """Some libraries take a strategy for one of several ranks where its name has "ddp" in it."""
     made = importlib.import_module(package)
     home = dsgd if package == "lightning.pytorch" else twins
-    for name, kind in (BY_UNITS | ALGORITHMS).items():
+    for name, kind in ALL_ALGORITHMS.items():
         strategy = home.BalancedStrategy if name in BY_UNITS else home.DecentralizedStrategy
         for each in (name, f"ddp_{name}"):
             chosen = made.strategies.StrategyRegistry.get(each)
@@ -110,7 +110,7 @@ def test_a_strategy_takes_a_name_with_options() -> None:
         dsgd.DecentralizedStrategy("wagam")
 
 
-@pytest.mark.parametrize("algorithm", (BY_UNITS | ALGORITHMS).values())
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS.values())
 def test_help_lists_all_options_of_an_algorithm(algorithm: type[dsgd.Algorithm]) -> None:
     """And so does what jsonargparse shows on a command line."""
     for field in dataclasses.fields(algorithm):  # type: ignore[arg-type]

@@ -26,7 +26,8 @@ from lightning_dsgd import (
     LocalSGD,
     StragglerInjector,
 )
-from lightning_dsgd.trainer.named import KINDS, strategy_of
+from lightning_dsgd.algorithms import ALL_ALGORITHMS
+from lightning_dsgd.trainer.named import strategy_of
 from tests.support.fits import fp16
 from tests.support.models import Regression, loader, trainer
 from tests.support.worlds import FitWorld
@@ -219,7 +220,7 @@ def all_refused() -> dict[str, str]:
     errors = {}
     for case, (options, _) in REFUSED.items():
         given = {"strategy": "local_sgd", **options()}
-        if given["strategy"] in KINDS:
+        if given["strategy"] in ALL_ALGORITHMS:
             given["strategy"] = make(given["strategy"])
         try:
             fit(**given)

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dsgd.algorithms import ALL_ALGORITHMS
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.catalogue import strategy_called
-from lightning_dsgd.trainer.named import KINDS, strategy_of
+from lightning_dsgd.trainer.named import strategy_of
 from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
 
@@ -29,7 +30,7 @@ def strategy(spec: str, others: Mapping[str, Any] | None = None) -> Any:
     others = others or {}
     if name in others:
         return others[name](**options)
-    strategy_called(name, {**others, **KINDS})
+    strategy_called(name, {**others, **ALL_ALGORITHMS})
     return strategy_of(name, **options)
 
 

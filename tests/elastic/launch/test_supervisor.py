@@ -15,11 +15,11 @@ import torch
 from lightning.fabric import Fabric
 
 import lightning_dsgd as dsgd
+from lightning_dsgd.algorithms import ALL_ALGORITHMS
 from lightning_dsgd.elastic import register
 from lightning_dsgd.elastic.launch import command, supervisor
 from lightning_dsgd.elastic.launch.node import Place
 from lightning_dsgd.elastic.register import Register
-from lightning_dsgd.trainer.named import KINDS
 from lightning_dsgd.transport import TransportError
 from tests.support.launched import Launched, await_files, is_alive, until
 from tests.support.mpi import ROOT
@@ -235,7 +235,7 @@ def test_no_constructor_waits_for_a_launcher(monkeypatch):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     threads = threading.active_count()
-    for name in KINDS:
+    for name in ALL_ALGORITHMS:
         L.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
         Fabric(strategy=name, accelerator="cpu", devices=2)
     assert threading.active_count() == threads
