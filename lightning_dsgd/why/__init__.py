@@ -15,9 +15,9 @@ collectives, those that DDP calls from C++ too; whether it works, by the process
 bytes of its process and its children; how it has ended. Nothing grows with the run.
 
 **How steps are timed.**  A `StepTrace` joins Lightning's Trainer (`inside/.../callbacks.py`); in
-any other loop the first DDP of a rank is recorded from the outside (`inside/.../loops.py`).  This
-needs the package in the job's environment.  `slow` says what `lab.diagnose` finds in the steps, and
-`compare` what has grown between two runs.
+any other loop the first DDP of a rank, or its first model in FSDP, is recorded from the outside
+(`inside/.../loops.py`).  This needs the package in the job's environment.  `slow` says what
+`lab.diagnose` finds in the steps, and `compare` what has grown between two runs.
 
 **What the watcher does.** It reads these files, and asks the ranks for the list of their recent
 collectives where something seems wrong (`watch`). A rank that writes nothing any more, since its

@@ -78,7 +78,7 @@ def diagnosed(run: Path) -> list[str]:
     """
     folder = run / STEPS
     if not any(folder.glob("step_trace_*.jsonl")):
-        raise ValueError("no step of Lightning's strategy ddp, or of torch's DDP, was seen")
+        raise ValueError("no step of Lightning's strategy ddp, or of torch's DDP or FSDP, was seen")
     try:
         return _judged(folder)
     except (LookupError, ArithmeticError, RuntimeError) as err:

@@ -16,13 +16,16 @@ from tests.why.jobs import forked
 
 
 @pytest.mark.exhaustive
-def test_a_slow_loader_is_named_with_what_its_remedy_gains(tmp_path: Path) -> None:
-    job = forked(tmp_path / "run", "slow_loader", 2)
+@pytest.mark.parametrize("strategy", ["ddp", "fully_shard"])
+def test_a_slow_loader_is_named_with_what_its_remedy_gains(strategy: str, tmp_path: Path) -> None:
+    job = forked(tmp_path / "run", "slow_loader", 2, STRATEGY=strategy)
     assert job.status == 0, job.said
     assert job.told == []
     assert "why: Verdict: rank" in job.said, job.said
     assert "for the data loader" in job.said
     assert "why: Next:    more loader workers" in job.said
+    traces = read_folder(tmp_path / "run" / "steps")
+    assert {trace.about["strategy"] for trace in traces} == {strategy}
     assert sorted(path.name for path in (tmp_path / "run" / "steps").iterdir()) == [
         "step_trace_00000.jsonl",
         "step_trace_00001.jsonl",
@@ -33,6 +36,11 @@ LOOPS = cases(
     "face, slow, says",
     now=[],
     later=[
+        ("fully_shard", "late", "rank 1 computes longer than the others"),
+        ("fully_shard", "loader", "rank 1 waits for the data loader"),
+        ("fully_shard", "validation", "rank 0 validates longer than the others"),
+        ("fsdp", "loader", "rank 1 waits for the data loader"),
+        ("fsdp", "late", "rank 1 computes longer than the others"),
         ("plain", "loader", "rank 1 waits for the data loader"),
         ("fabric", "late", "rank 1 computes longer than the others"),
         ("plain", "validation", "rank 0 validates longer than the others"),
@@ -50,22 +58,29 @@ def test_a_loop_that_calls_nothing_of_ours_is_judged(
     assert job.status == 0, job.said
     assert job.told == []
     assert f"why: Verdict: {says}" in job.said, job.said
+    assert "why: Next:    stay" not in job.said
     assert "why: Next:    " in job.said
+    in_shards = ("fully_shard", "fsdp")
     for trace in read_folder(tmp_path / "run" / "steps"):
-        assert (trace.about["face"], trace.end) == (face, "training has ended")
+        assert trace.about["strategy"] == (face if face in in_shards else "ddp")
+        assert trace.about["face"] == ("plain" if face in in_shards else face)
+        assert trace.end == "training has ended"
         assert [step.number for step in trace.steps] == list(range(1, 41))
         for step in trace.steps:
             parts = step.forward, step.backward, step.optimizer, step.sum
             assert [*map(len, parts)] == [1, 1, 1, 1]
+            assert len(step.gather) == (face in in_shards)
             assert step.items == 32
-        assert all(step.load for step in trace.steps)
+        # A model in shards is recorded from its first forward pass on.
+        unseen = int(face in in_shards)
+        assert all(step.load for step in trace.steps[unseen:])
         is_late = trace.rank == int(slow in ("loader", "late"))
         kinds = {"loader": "load", "late": "forward", "validation": "evaluate", "saving": "save"}
         kind = kinds[slow]
         spans = [span for step in trace.steps for span in getattr(step, kind)]
         long = sum(end - begin > 0.045 for begin, end in spans)
         # What follows the last step is in none.
-        least = {"validation": 9, "saving": 39}.get(slow, 40)
+        least = {"validation": 9, "saving": 39, "loader": 40 - unseen}.get(slow, 40)
         assert long >= least if is_late else long < 10
 
 

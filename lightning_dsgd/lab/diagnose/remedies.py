@@ -10,7 +10,7 @@ A remedy either takes a part away from a rank's own time, and DDP goes on as bef
     mended     the late ranks are as fast as the others
     cores      each rank has a processor whenever it is ready to run
 
-or a strategy takes DDP's place (not `fully_shard`'s), the one that `lab.decisions` has for the
+or a strategy takes DDP's place (not FSDP's), the one that `lab.decisions` has for the
 situation:
 
     balanced   late ranks: all ranks share the micro-batches of each step, whose sum is DDP's: its
@@ -205,7 +205,7 @@ def what_of(name: str, num_ranks: int, pieces: int = MOST_PIECES) -> str:
         "freeze": "collect no garbage while training",
         "sorted": "put batches of like length into one step",
         "lighter": "do less between batches on the late ranks",
-        "mended": "mend what is slow",
+        "mended": "mend what makes these ranks slow, such as heat, other programs, or more work",
         "cores": "give each rank a core of its own",
     }[name]
 
@@ -258,14 +258,15 @@ def check_asked(times: Times, asked: Sequence[str]) -> None:
 
 
 def _takes_strategies(times: Times) -> bool:
-    """Returns whether a strategy can take DDP's place; a rank of fully_shard has no replica."""
+    """Returns whether a strategy can take DDP's place; a rank of FSDP has no replica."""
     return times.strategy == "ddp" and not times.are_processors_short
 
 
 def advised(found: list[Remedy], verdict: Verdict) -> Remedy | None:
     """Returns what to do first; None: stay with what is in use.
 
-    The remedy of the cause itself comes first, if it is worth it: most of them keep DDP.
+    The remedy of the cause itself comes first, if it is worth it: most of them keep DDP.  Where no
+    line would help, as with late ranks of FSDP, it is to mend these ranks.
     """
     if verdict.cause == "none":
         return None
@@ -279,7 +280,8 @@ def advised(found: list[Remedy], verdict: Verdict) -> Remedy | None:
     names = (*_OF_CAUSE.get(verdict.cause, ()), *labels)
     own = [by_name[name] for name in names if name in by_name]
     others = [remedy for remedy in worth if remedy.name not in _ONLY_FOR_ITS_CAUSE]
-    return next(iter([*own, *others]), None)
+    last = [remedy for remedy in worth if remedy.name == "mended"]
+    return next(iter([*own, *others, *last]), None)
 
 
 # ---- DDP with a part taken away ----

@@ -21,7 +21,7 @@ from lightning_dsgd.lab.drawing.spans import union
 from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.simulate.processors import Costs, usual_costs
 from lightning_dsgd.lab.timeline.processors import GUESSED
-from lightning_dsgd.lab.timeline.recorder import SHARDED
+from lightning_dsgd.lab.timeline.recorder import FSDP, SHARDED
 from lightning_dsgd.lab.timeline.trace import Step, Trace, missing_ranks, read_folder
 
 PARTS: Final = (
@@ -34,6 +34,7 @@ _WARM_UP: Final = 3
 _MOST_STEPS: Final = 4000
 """The last steps of a long run, which are looked at."""
 _NEAR_S: Final = 1e-4
+_IN_SHARDS: Final = (SHARDED, FSDP)
 _SHORT: Final = 0.05
 """A rank that waits for a processor for this share of its own time is short of them."""
 _UNKNOWN_SHARE: Final = 2.0
@@ -86,7 +87,8 @@ class Times:
     @property
     def strategy(self) -> str:
         """What the run was trained with, as a user writes it."""
-        return SHARDED if self.about.get("strategy") == SHARDED else "ddp"
+        strategy = str(self.about.get("strategy"))
+        return strategy if strategy in _IN_SHARDS else "ddp"
 
     @property
     def num_ranks(self) -> int:
@@ -157,19 +159,19 @@ def read(folder: Path) -> Times:
     """Reads the traces in this folder.
 
     Raises:
-        ValueError: if they are not those of DDP or `fully_shard`, or too short
+        ValueError: if they are not those of DDP or FSDP, or too short
     """
     traces = read_folder(folder)
     about = traces[0].about
     if "sums" not in about:
         raise ValueError(
-            f"the trace in {folder} must be of torch's DDP, got one of strategy "
+            f"the trace in {folder} must be of torch's DDP or FSDP, got one of strategy "
             f'{about.get("strategy")!r}; record a short run with strategy="ddp" and StepTrace, or '
             "draw this one with `lightning-dsgd timeline`"
         )
-    if about.get("strategy") == SHARDED and about.get("clock") == "device":
+    if about.get("strategy") in _IN_SHARDS and about.get("clock") == "device":
         raise ValueError(
-            f"the trace in {folder} must be of DDP, or of fully_shard on CPUs, got fully_shard on "
+            f"the trace in {folder} must be of DDP, or of FSDP on CPUs, got {about['strategy']} on "
             f"{about.get('device')}, where ranks wait in gathers that are not timed; draw it with "
             "`lightning-dsgd timeline`"
         )

@@ -29,7 +29,11 @@ OF_FSDP: Final = {
     **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_single"), "sum"),
     **dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), "gather"),
 }
-"""What `fully_shard` calls, by older and newer names, and for what."""
+"""What `fully_shard` and FullyShardedDataParallel call, by older and newer names, and for what."""
+_OF_FIRST_FSDP: Final = {"all_gather": "gather", "all_reduce": "sum"}
+"""What else FullyShardedDataParallel calls, on CPUs and where nothing is sharded.  Others call it
+too: FSDP's own calls are those of its modules."""
+_FIRST_FSDP: Final = ("torch.distributed.fsdp._runtime_utils", "torch.distributed.fsdp._flat_param")
 _WRITERS: Final = (
     ("torch", "save"),
     ("torch.distributed.checkpoint", "save"),
@@ -64,16 +68,17 @@ class Meetings(_TimedCalls):
     with `async_op=True` are not timed, nor those that another thread calls.  With NCCL the host
     does not wait in them: they take no time.
 
-    Those of `fully_shard` are noted too, for `Sums`, whichever thread calls them: torch has no comm
-    hook for it, and `set_custom_reduce_scatter` would take the place of the user's own.
+    Those of `fully_shard` and FullyShardedDataParallel are noted too, for `Sums`, whichever thread
+    calls them: torch has no comm hook for all of them, and `set_custom_reduce_scatter` would take
+    the place of the user's own.
 
     Args:
         tell: is called with the time at which each began, when it is over
         now: the clock
 
     Attributes:
-        note: is called where `fully_shard` may sum or gather, with which of these and the bytes;
-            what it returns is called when that is over.  None: nothing is noted
+        note: is called where a model in shards may sum or gather, with which of these and the
+            bytes; what it returns is called when that is over.  None: nothing is noted
     """
 
     def __init__(self, tell: Callable[[float], None], now: Callable[[], float]) -> None:
@@ -89,13 +94,16 @@ class Meetings(_TimedCalls):
             for name in (*_NAMES, *OF_FSDP):
                 original = getattr(module, name, None)
                 if original is not None:
-                    self._replace(module, name, self._timed(original, OF_FSDP.get(name)))
+                    self._replace(module, name, self._timed(original, name))
 
-    def _timed(self, original: Any, kind: str | None) -> Any:
+    def _timed(self, original: Any, name: str) -> Any:
+        always, of_first = OF_FSDP.get(name), _OF_FIRST_FSDP.get(name)
+
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
             thread = threading.get_ident()
             is_ours = thread == self._thread
+            kind = always or (of_first if self.note and _is_called_by_fsdp() else None)
             note = self.note if kind is not None else None
             if thread in self._inside or kwargs.get("async_op") or not (is_ours or note):
                 return original(*args, **kwargs)
@@ -114,9 +122,16 @@ class Meetings(_TimedCalls):
         return timed
 
 
+def _is_called_by_fsdp() -> bool:
+    """Returns whether FullyShardedDataParallel has called the function that calls this one."""
+    return sys._getframe(2).f_globals.get("__name__") in _FIRST_FSDP  # noqa: SLF001
+
+
 def _largest(given: list[Any]) -> int:
-    """Returns the bytes of the largest tensor of these."""
-    return max((each.nbytes for each in given if isinstance(each, torch.Tensor)), default=0)
+    """Returns the bytes of the largest tensor, or list of tensors, of these."""
+    lists = [each if isinstance(each, list) else [each] for each in given]
+    sizes = (sum(x.nbytes for x in each if isinstance(x, torch.Tensor)) for each in lists)
+    return max(sizes, default=0)
 
 
 class Pauses(_TimedCalls):

@@ -30,11 +30,12 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_dsgd.lab.timeline.clocks import boot_id, offset_by_meetings
-from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, SHARDED, Recorder
+from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, Recorder
+from lightning_dsgd.lab.timeline.shards import num_weights
 from lightning_dsgd.lab.timeline.watch import Watch, device_of, items_in, watched_in
 
 T = TypeVar("T")
-_NEEDED: Final = "LoopTrace needs a model in DistributedDataParallel, or sharded by fully_shard"
+_NEEDED: Final = "LoopTrace needs a model in DistributedDataParallel, or sharded by FSDP"
 _TRY: Final = "wrap it first, or use StepTrace under Lightning's Trainer"
 
 
@@ -91,7 +92,7 @@ class _Events:
 
 
 class LoopTrace(_Events):
-    """Records where each rank's time goes in a loop that trains with DDP or `fully_shard`.
+    """Records where each rank's time goes in a loop that trains with DDP or FSDP.
 
     ```python
     model = DistributedDataParallel(model)    # or fully_shard(model), or fabric.setup(...)
@@ -112,14 +113,15 @@ class LoopTrace(_Events):
     behind ours if you register it after that; one that was registered before is kept too, but then
     the last gradient's time alone is seen.  Not for `model.join()`.
 
-    With `fully_shard` each sum of gradients and each gather of weights is seen, if the model is
-    sharded among all ranks.  On GPUs `diagnose` does not judge that, as it does not see the waits.
+    With `fully_shard`, and with FSDP's first version, FullyShardedDataParallel, each sum of
+    gradients and each gather of weights is seen, if the model is sharded among all ranks.  On GPUs
+    `diagnose` does not judge that, as it does not see the waits.
 
     Hugging Face's Trainer calls it by its events: put it last among the callbacks.
 
     Args:
         folder: where the ranks' files are put
-        model: the DDP, what `fully_shard` has sharded, or what Fabric has wrapped around it; None
+        model: the DDP, what FSDP has sharded, or what Fabric has wrapped around it; None
             as a callback of Hugging Face's Trainer, where it is what is trained
         optimizer: whose steps are timed; without it they count as "between"
         max_mb: the most MB of a rank's file
@@ -211,8 +213,8 @@ class LoopTrace(_Events):
                     **told,
                     "host": socket.gethostname(),
                     "device": str(device_of(model)),
-                    "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-                    "strategy": "ddp" if watch.is_ddp else SHARDED,
+                    "parameters": num_weights(model),
+                    "strategy": watch.strategy,
                     "waits": "of DDP" if watch.is_on_host else "not seen",
                     "sums": "seen" if watch.sums.sees_sums else "the last",
                     "clock": "host" if watch.is_on_host else "device",

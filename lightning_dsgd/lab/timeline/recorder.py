@@ -50,6 +50,8 @@ from typing import Any, Final
 FORMAT: Final = "lightning_dsgd step trace 1"
 SHARDED: Final = "fully_shard"
 """The strategy, in the first line, of a model in shards."""
+FSDP: Final = "fsdp"
+"""The same of a model in FullyShardedDataParallel, which is FSDP's first version."""
 ALL: Final = -1
 """Stands for a rank where a wait was for all ranks."""
 SHORTEST_S: Final = 20e-6

@@ -29,7 +29,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_dsgd.data.units import loaders
 from lightning_dsgd.lab import trackers
 from lightning_dsgd.lab.timeline.clocks import boot_id, offset_by_meetings, offset_to_rank_0
-from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, SHARDED, Recorder
+from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, Recorder
 from lightning_dsgd.lab.timeline.watch import Watch, items_in, watched_in
 from lightning_dsgd.trainer import seams
 
@@ -137,7 +137,7 @@ class StepTrace(pl.Callback):
         if self._watch is not None:
             self._watch.begin(watched)
             self._watch.see_buffers(watched)
-            self._head |= {} if self._watch.is_ddp else {"strategy": SHARDED}
+            self._head |= {} if self._watch.is_ddp else {"strategy": self._watch.strategy}
             self._head["sums"] = "seen" if self._watch.sums.sees_sums else "the last"
             self._head["clock"] = "host" if self._watch.is_on_host else "device"
             self._head |= self._watch.of_processors()

@@ -1,4 +1,4 @@
-"""When this rank was ready for each of the sums of a gradient that DDP or `fully_shard` makes.
+"""When this rank was ready for each of the sums of a gradient that DDP or FSDP makes.
 
 DDP sums the gradient in a few pieces while the backward pass goes on, and calls a comm hook when a
 piece is there.  `Sums` stands in front of that hook, the user's own or the one that averages, and
@@ -14,8 +14,9 @@ A hook can be registered once for a DDP.  A user who registers one after recordi
 called behind ours.  Where one was registered before and unseen, and where gradients are sparse,
 the last gradient's time stands for the last piece's, as `ready`, and no sum is listed.
 
-`fully_shard` has no such hook.  It sums each piece by a function of `torch.distributed`, which
-`Meetings` notes, and so it gathers weights.
+FSDP in its two versions, `fully_shard` and FullyShardedDataParallel, has no such hook for all that
+it does.  It sums each piece by a function of `torch.distributed`, which `Meetings` notes, and so it
+gathers weights.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Sums:
                     self._handles.append(handle)
 
     def begin(self, kind: str, num_bytes: int) -> Callable[[], None]:
-        """Notes that `fully_shard` sums or gathers; what is returned is called when that is over.
+        """Notes that FSDP sums or gathers; what is returned is called when that is over.
 
         Args:
             kind: "sum" or "gather"

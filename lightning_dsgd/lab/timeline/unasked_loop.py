@@ -3,7 +3,7 @@
 A loop says nothing of itself, so its parts are seen by what torch does in it:
 
     load        a `DataLoader` is asked for its next batch, or for its iterator
-    forward     `DistributedDataParallel.forward` of the model that is recorded
+    forward     that of the model that is recorded, in DDP or in FSDP
     backward    from there until the sums are over
     optimizer   `step` of any of torch's optimizers
     evaluate    from `model.eval()` to `model.train()`, or to a forward pass with gradients
@@ -13,9 +13,10 @@ A loop says nothing of itself, so its parts are seen by what torch does in it:
 before: classes and modules of torch are replaced, in this process alone.  No collective is called.
 An error in here ends the record, and is told to nobody but the watcher.
 
-**What is not seen.**  Two models in DDP that take turns; a DDP of some ranks only; a forward pass
-that torch compiles together with the DDP, whose time then belongs to the backward pass; a loader
-that is no `DataLoader`, whose time is "between"; copies to a device.
+**What is not seen.**  Two models in DDP or FSDP that take turns; a DDP of some ranks only; FSDP on
+devices, where ranks wait in gathers that the host does not see; a forward pass that torch compiles
+together with the DDP, whose time then belongs to the backward pass; a loader that is no
+`DataLoader`, whose time is "between"; copies to a device.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_dsgd.lab.timeline.clocks import boot_id
 from lightning_dsgd.lab.timeline.loop_trace import LoopTrace
+from lightning_dsgd.lab.timeline.recorder import FSDP, SHARDED
+from lightning_dsgd.lab.timeline.shards import class_of_forward, may_be_root, module_of
 from lightning_dsgd.lab.timeline.watch import Watch, device_of, items_in
+
+ON_DEVICES: Final = "the steps of FSDP are judged on CPUs alone"
 
 
 class UnaskedLoop(LoopTrace):
@@ -58,24 +63,33 @@ class UnaskedLoop(LoopTrace):
         super().__init__(folder)
         self._face, self._run, self._tell = face, run, tell
         self._pid, self._thread = os.getpid(), threading.get_ident()
-        self._ddp: Any = None
         self._registers: Callable[[Any, Any], None] | None = None
         self._evaluating_s: float | None = None
         self._is_loading = False
         self._met_s: float | None = None
         self._undo: list[Callable[[], None]] = []
 
-    def begin(self, ddp: Any) -> None:
-        """Begins to record a DDP that has just been made; all ranks come here, and none waits."""
-        if not 2 <= dist.get_world_size() == ddp.process_group.size():
+    def begin(self, model: Any) -> None:
+        """Begins to record a model in DDP or FSDP; all ranks come here, and none waits.
+
+        A DDP has just been made; a model in shards comes to its first forward pass.
+        """
+        is_ddp = isinstance(model, DistributedDataParallel)
+        if dist.get_world_size() < 2 or (
+            is_ddp and model.process_group.size() != dist.get_world_size()
+        ):
             self._tell("the model is in a DDP of some ranks only")
             return
-        self._ddp = self._model = ddp
-        self._watch = Watch(device_of(ddp))
-        self._watch.begin(ddp)
-        self._leave_nothing_on(ddp)
+        watch = Watch(device_of(model))
+        if not is_ddp and not watch.is_on_host:
+            self._tell(f"{ON_DEVICES}, got {device_of(model)}")
+            return
+        self._model, self._watch = model, watch
+        watch.begin(model)
+        if is_ddp:
+            self._leave_nothing_on(model)
         told = {"run": self._run, "began_unix_s": time.time(), "boot": boot_id()}
-        self._open(ddp, {**told, "face": self._face}, 0.0)
+        self._open(model, {**told, "face": self._face}, 0.0)
         if self._recorder is not None:
             self._stand_in_torch()
             self._between_s = time.monotonic()
@@ -97,9 +111,12 @@ class UnaskedLoop(LoopTrace):
             self._undo.pop()()
 
     def another(self) -> None:
-        """Ends, as another DDP is used too: what its steps take would count as this one's."""
-        self.end("ended: another model in DDP is used too")
-        self._tell("the job uses more than one model in DDP")
+        """Ends, as another model is used too: what its steps take would count as this one's."""
+        self.end("ended: another model in DDP or FSDP is used too")
+        self._tell(
+            "the job uses more than one model in DDP or FSDP; where `fully_shard` was called for "
+            "layers alone, call it for the whole model too"
+        )
 
     def _give_up(self, error: Exception) -> None:
         self.end(f"ended: {error!r}")
@@ -116,9 +133,17 @@ class UnaskedLoop(LoopTrace):
     # ---- what torch does ----
 
     def _stand_in_torch(self) -> None:
-        self._replace(DistributedDataParallel, "_pre_forward", self._before_forward)
-        self._replace(DistributedDataParallel, "_post_forward", self._after_forward)
-        self._replace(DistributedDataParallel, "register_comm_hook", self._before_registering)
+        assert self._watch is not None
+        if self._watch.strategy == FSDP:
+            self._replace(class_of_forward(FSDP), "forward", self._around_forward)
+        elif self._watch.strategy == SHARDED:
+            state = class_of_forward(SHARDED)
+            self._replace(state, "_root_pre_forward", self._before_sharded_forward)
+            self._replace(state, "_register_pre_backward_hook", self._after_sharded_forward)
+        else:
+            self._replace(DistributedDataParallel, "_pre_forward", self._before_forward)
+            self._replace(DistributedDataParallel, "_post_forward", self._after_forward)
+            self._replace(DistributedDataParallel, "register_comm_hook", self._before_registering)
         self._replace(_BaseDataLoaderIter, "__next__", self._before_loading)
         self._replace(DataLoader, "__iter__", self._before_loading)
         self._replace(torch.nn.Module, "train", self._before_mode)
@@ -161,10 +186,11 @@ class UnaskedLoop(LoopTrace):
         return quietly
 
     def _before_forward(self, forward: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
-        if ddp is not self._ddp:
+        if ddp is not self._model:
             self.another()
             return forward()
         self._quiet(self._comes_to_forward)(args, kwargs)
+        self._quiet(self._asks_for_buffers)()
         returned = forward()
         self._quiet(self._is_in_forward)()
         return returned
@@ -180,7 +206,11 @@ class UnaskedLoop(LoopTrace):
                 if self._between_s is not None:
                     self._recorder.fetched(self._between_s, self._forward_s)
             self._between_s = None
-        self._met_s = self._watch.comes() if self._ddp.will_sync_module_buffers() else None
+
+    def _asks_for_buffers(self) -> None:
+        assert self._watch is not None
+        model: Any = self._model
+        self._met_s = self._watch.comes() if model.will_sync_module_buffers() else None
 
     def _is_in_forward(self) -> None:
         if self._met_s is not None and self._watch is not None and self._watch.is_on_host:
@@ -188,12 +218,37 @@ class UnaskedLoop(LoopTrace):
 
     def _after_forward(self, forward: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
         returned = forward()
-        if ddp is self._ddp:
+        if ddp is self._model:
+            self._quiet(self._ends_forward)()
+        return returned
+
+    def _around_forward(self, forward: Any, fsdp: Any, *args: Any, **kwargs: Any) -> Any:
+        if fsdp is not self._model:
+            if may_be_root(fsdp):
+                self.another()
+            return forward()
+        self._quiet(self._comes_to_forward)(args, kwargs)
+        returned = forward()
+        self._quiet(self._ends_forward)()
+        return returned
+
+    def _before_sharded_forward(
+        self, forward: Any, state: Any, module: Any, args: Any, kwargs: Any
+    ) -> Any:
+        if module is self._model:
+            self._quiet(self._comes_to_forward)(args, kwargs)
+        elif may_be_root(state):
+            self.another()
+        return forward()
+
+    def _after_sharded_forward(self, register: Any, state: Any, *_: Any) -> Any:
+        returned = register()
+        if module_of(state) is self._model:
             self._quiet(self._ends_forward)()
         return returned
 
     def _before_registering(self, register: Any, ddp: Any, state: Any, hook: Any) -> None:
-        if ddp is self._ddp and self._registers is not None:
+        if ddp is self._model and self._registers is not None:
             self._registers(state, hook)  # behind ours
         else:
             register()
@@ -216,7 +271,7 @@ class UnaskedLoop(LoopTrace):
             self._backward_s = now
 
     def _before_mode(self, change: Any, module: Any, mode: bool = True) -> Any:
-        if module is self._ddp or module is self._ddp.module:
+        if module is self._model or module is getattr(self._model, "module", self._model):
             self._quiet(self._ends_evaluation if mode else self._begins_evaluation)()
         return change()
 

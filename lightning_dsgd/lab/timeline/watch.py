@@ -1,4 +1,4 @@
-"""What a rank of DDP or `fully_shard` records besides a step's phases: sums, meetings, pauses.
+"""What a rank of DDP or FSDP records besides a step's phases: sums, meetings, pauses.
 
 `StepTrace` and `LoopTrace` have one each.  All times go to the recorder that is set at the moment;
 while none is set, nothing is recorded.
@@ -7,14 +7,12 @@ while none is set, nothing is recorded.
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dsgd.devices import port_of
@@ -22,6 +20,7 @@ from lightning_dsgd.lab.accelerators import DeviceTimes, times_of
 from lightning_dsgd.lab.timeline import processors
 from lightning_dsgd.lab.timeline.calls import Meetings, Pauses
 from lightning_dsgd.lab.timeline.recorder import ALL, Recorder
+from lightning_dsgd.lab.timeline.shards import check_shards, mesh_of, strategy_of
 from lightning_dsgd.lab.timeline.sums import Sums
 
 _SHORTEST_GC_S: Final = 5e-4
@@ -33,16 +32,16 @@ _ASK_EVERY_S: Final = 1.0
 
 
 class Watch:
-    """Watches a rank of DDP, or of `fully_shard`.
+    """Watches a rank of DDP, or of FSDP in its two versions.
 
     Attributes:
         recorder: what is told; None while nothing is recorded
-        is_ddp: whether the model that is watched is a DDP; then the backward pass waits at its end
+        strategy: what the model that is watched is: "ddp", SHARDED or FSDP
     """
 
     def __init__(self, device: torch.device) -> None:
         self.recorder: Recorder | None = None
-        self.is_ddp = True
+        self.strategy = "ddp"
         times = times_of(device)
         self.is_on_host = not isinstance(times, DeviceTimes)
         self.sums = Sums(times)
@@ -61,6 +60,11 @@ class Watch:
         """The same, when it left the meeting before."""
         self._asked_s = float("-inf")
 
+    @property
+    def is_ddp(self) -> bool:
+        """Whether the model that is watched is a DDP; then the backward pass waits at its end."""
+        return self.strategy == "ddp"
+
     def begin(self, model: Any) -> None:
         """Begins to watch a DDP that is wrapped around a model, or a model in shards.
 
@@ -69,11 +73,11 @@ class Watch:
         self._waited = processors.Waited()
         self._before = self._waited.seconds()
         self.sums.comes = self.comes
-        self.is_ddp = isinstance(model, DistributedDataParallel)
+        self.strategy = strategy_of(model)
         if self.is_ddp:
             self.sums.watch(model)
         else:
-            check_mesh(model)
+            check_shards(model)
             self.sums.leave_registrations()
             self.sums.sees_sums = True
             self._meetings.note = self.sums.begin
@@ -184,42 +188,21 @@ class Watch:
 
 
 def watched_in(model: torch.nn.Module) -> torch.nn.Module | None:
-    """Returns the DDP in a model, or the model if `fully_shard` has sharded it; None otherwise."""
+    """Returns the DDP in a model, or the model if FSDP has sharded it; None otherwise."""
     inside = getattr(model, "_forward_module", None)  # of Fabric, which lists it as no module
     root = inside if isinstance(inside, torch.nn.Module) else model
-    every = list(root.modules())
-    found = next((each for each in every if isinstance(each, DistributedDataParallel)), None)
-    fsdp = sys.modules.get(
-        "torch.distributed.fsdp"
-    )  # where nobody has loaded it, nothing is sharded
-    is_sharded = fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in every)
-    return found or (root if is_sharded else None)
+    ddps = (each for each in root.modules() if isinstance(each, DistributedDataParallel))
+    return next(ddps, root if strategy_of(root) else None)
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
     """Returns where a model computes, which is not where an offloaded shard lies."""
     parameter: Any = next(model.parameters())
-    mesh = _mesh_of(parameter)
+    mesh = mesh_of(parameter)
     if mesh is not None and mesh.device_type != "cpu":
         return port_of(torch.device(mesh.device_type)).device
     device: torch.device = parameter.device
     return device
-
-
-def check_mesh(model: torch.nn.Module) -> None:
-    """Refuses shards among some ranks only: these meet, and are not late for the others."""
-    for parameter in model.parameters():
-        mesh = _mesh_of(parameter)
-        if mesh is not None and (mesh.ndim > 1 or mesh.size() != dist.get_world_size()):
-            raise ValueError(
-                "a model whose steps are recorded must be sharded among all ranks, got a mesh of "
-                f"{tuple(mesh.shape)} of {dist.get_world_size()}; record a run with one dimension"
-            )
-
-
-def _mesh_of(parameter: Any) -> Any:
-    """Returns the devices among which a parameter is sharded; None if it is in one piece."""
-    return getattr(parameter, "device_mesh", None)
 
 
 def items_in(batch: Any) -> int:

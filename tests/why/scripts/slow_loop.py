@@ -1,4 +1,6 @@
-"""A loop in plain PyTorch, or in Fabric, that is slow in one way, which SLOW names.
+"""A loop in plain PyTorch, in Fabric or in FSDP that is slow in one way, which SLOW names.
+
+FACE is "fabric", "fully_shard", "fsdp" (its first version) or empty, for DDP in plain PyTorch.
 
 loader      rank 1's loader takes its time (Lightning #20702: DDP is slower than one GPU)
 late        rank 1 computes for longer
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -50,6 +54,14 @@ class Slow:
         return str, ()
 
 
+def wrapped(model: torch.nn.Module, by: str) -> Any:
+    if by == "fsdp":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    if by == "fully_shard":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return DistributedDataParallel(model)
+
+
 def main() -> None:
     model: Any = Model()
     fabric: Any = None
@@ -63,7 +75,7 @@ def main() -> None:
         loader: Any = fabric.setup_dataloaders(DataLoader(Rows()))
     else:
         dist.init_process_group("gloo")
-        model = DistributedDataParallel(model)
+        model = wrapped(model, os.environ.get("FACE", ""))
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         loader = DataLoader(Rows(), sampler=DistributedSampler(Rows()))
     for step, x in enumerate(loader):

@@ -1,4 +1,4 @@
-"""The callback of Lightning's Trainer in a watched job: it adds a `StepTrace` under plain DDP.
+"""The callback of Lightning's Trainer in a watched job: it adds a `StepTrace` under DDP and FSDP.
 
 Lightning asks entry points of `lightning.pytorch.callbacks_factory` for callbacks.  Ours is that
 of the distribution beside this package, which is on the path of a watched job alone.
@@ -10,7 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd_rank import entering
 from lightning_dsgd_rank.loops import FOLDER, are_wanted
+
+_IN_SHARDS = ("ModelParallelStrategy", "FSDPStrategy")
 
 
 def callbacks() -> list[Any]:
@@ -31,7 +34,12 @@ def callbacks() -> list[Any]:
 
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             has_one = any(isinstance(each, StepTrace) for each in trainer.callbacks)
-            if stage == "fit" and type(trainer.strategy).__name__ == "DDPStrategy" and not has_one:
+            strategy, device = type(trainer.strategy).__name__, trainer.strategy.root_device
+            if strategy in _IN_SHARDS and device.type != "cpu":
+                entering.tell_of_steps(
+                    f"the steps of FSDP are judged on CPUs alone, got {strategy} on {device}"
+                )
+            elif stage == "fit" and strategy in ("DDPStrategy", *_IN_SHARDS) and not has_one:
                 # The Trainer is calling `setup` of one callback after another, and so comes to it.
                 trainer.callbacks.append(StepTrace(steps))
 

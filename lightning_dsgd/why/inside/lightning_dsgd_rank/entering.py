@@ -48,7 +48,8 @@ def enter() -> None:
         _begin(rank, world_size)
     _when_loaded(_TORCH, _hook)
     if loops.are_wanted():
-        _when_loaded(loops.TORCHS_DDP, _hook_loops)
+        for name, hook in loops.hooks(tell_of_steps).items():
+            _when_loaded(name, hook)
     os.register_at_fork(after_in_child=_forget)
 
 
@@ -126,11 +127,8 @@ class _Awaits(MetaPathFinder):
         return spec
 
 
-def _hook_loops(torchs: Any) -> None:
-    loops.hook(torchs, _tell_of_steps)
-
-
-def _tell_of_steps(text: str) -> None:
+def tell_of_steps(text: str) -> None:
+    """Records why the steps of this rank are not recorded, or not any more."""
     if _the_recorder is not None:
         _the_recorder.has_steps(text)
 

@@ -1,7 +1,8 @@
-"""Records the steps of a loop that trains a model in DDP: in plain PyTorch, Fabric, Hugging Face.
+"""Records the steps of a loop that trains in DDP or FSDP: in plain PyTorch, Fabric, Hugging Face.
 
-The first `DistributedDataParallel` that a rank makes is recorded by `UnaskedLoop` of the package,
-if the job's environment has it.  Lightning's Trainer is left to `callbacks`.
+The first `DistributedDataParallel` that a rank makes, or the first model in shards that it trains,
+is recorded by `UnaskedLoop` of the package, if the job's environment has it.  Lightning's Trainer
+is left to `callbacks`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 FOLDER = "LIGHTNING_DSGD_TRACE"
 STEPS = "LIGHTNING_DSGD_TRACE_STEPS"
 """Is set where steps are to be recorded too; all ranks have it, or none."""
-TORCHS_DDP = "torch.nn.parallel.distributed"
 _FACES = (
     *(("lightning.pytorch", "trainer"), ("pytorch_lightning", "trainer")),
     *(("lightning.fabric", "fabric"), ("lightning_fabric", "fabric")),
     ("transformers", "hugging_face"),
 )
-"""Whose code makes a DDP, by the module's name, and the face that this is; the first one counts."""
+"""Whose code makes a DDP or trains, by the module's name, and the face that this is; the first one
+counts."""
 
 _the_loop: Any = None
 
@@ -34,13 +35,31 @@ def are_wanted() -> bool:
     return bool(os.environ.get(FOLDER) and os.environ.get(STEPS))
 
 
-def hook(torchs: Any, tell: Callable[[str], None]) -> None:
-    """Lets each model that is put into DDP be looked at, and the first one be recorded.
+def hooks(tell: Callable[[str], None]) -> dict[str, Callable[[Any], None]]:
+    """Returns what is to be called with modules of torch's once they are loaded, by their names.
 
     Args:
-        torchs: torch's module of DDP
         tell: is called with the reason where nothing is recorded, or nothing more
     """
+    fsdp = "torch.distributed.fsdp"
+    return {
+        "torch.nn.parallel.distributed": lambda torchs: _hook_ddp(torchs, tell),
+        f"{fsdp}.fully_sharded_data_parallel": lambda torchs: _hook_first_forward(
+            torchs.FullyShardedDataParallel, "forward", lambda model: model, tell
+        ),
+        f"{fsdp}._fully_shard._fsdp_state": lambda torchs: _hook_first_forward(
+            torchs.FSDPState, "_root_pre_forward", _module_of, tell
+        ),
+    }
+
+
+def _module_of(state: Any) -> Any:
+    """Returns the module that torch's `fully_shard` has a state for."""
+    return state._modules[0]  # noqa: SLF001
+
+
+def _hook_ddp(torchs: Any, tell: Callable[[str], None]) -> None:
+    """Lets each model that is put into DDP be looked at, and the first one be recorded."""
     original = torchs.DistributedDataParallel.__init__
 
     @functools.wraps(original)
@@ -52,6 +71,31 @@ def hook(torchs: Any, tell: Callable[[str], None]) -> None:
     torchs.DistributedDataParallel.__init__ = made
 
 
+def _hook_first_forward(
+    owner: Any, name: str, model_of: Callable[[Any], Any], tell: Callable[[str], None]
+) -> None:
+    """Lets the first model in shards whose forward pass is to have gradients be recorded.
+
+    Args:
+        owner: torch's class
+        name: its method that begins a forward pass
+        model_of: returns the model of an object of this class
+        tell: as that of `hooks`
+    """
+    original, torch = vars(owner)[name], sys.modules["torch"]
+
+    @functools.wraps(original)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        setattr(owner, name, original)
+        with contextlib.suppress(Exception):
+            _record(model_of(args[0]), tell)
+        return getattr(owner, name)(*args, **kwargs)
+
+    setattr(owner, name, first)
+
+
 def forget() -> None:
     """Records nothing in a forked child."""
     global _the_loop
@@ -60,7 +104,7 @@ def forget() -> None:
     _the_loop = None
 
 
-def _record(ddp: Any, tell: Callable[[str], None]) -> None:
+def _record(model: Any, tell: Callable[[str], None]) -> None:
     global _the_loop
     face = _face()
     if _the_loop is not None or face == "trainer":
@@ -73,15 +117,15 @@ def _record(ddp: Any, tell: Callable[[str], None]) -> None:
     folder = Path(os.environ[FOLDER])
     _the_loop = loop = UnaskedLoop(folder / "steps", face, folder.name, tell)
     try:
-        loop.begin(ddp)
+        loop.begin(model)
     except Exception as error:
         loop.end(f"ended: {error!r}")
-        tell(repr(error))
+        tell(str(error) if isinstance(error, ValueError) else repr(error))
     atexit.register(loop.end, "training has ended")
 
 
 def _face() -> str:
-    """Returns how the loop is written, by the modules on the stack of who makes the DDP."""
+    """Returns how the loop is written, by the modules on the stack of who makes a DDP or trains."""
     frame: Any = sys._getframe(1)  # noqa: SLF001
     names = []
     while frame is not None:
