@@ -5,7 +5,7 @@
 Four ranks train with `Trainer.fit` and strategy="ddp", recorded by `StepTrace`.  Forward and
 backward passes are sleeps, so that four ranks fit on few cores; each cause makes some of them
 longer, reads or validates slowly, collects real garbage, or slows real links down (which needs
-root).  `lightning-dsgd diagnose` is asked for cause, ranks and gain; then the same job runs with
+root).  `lightning-dsgd why` is asked for cause, ranks and gain; then the same job runs with
 the remedy, and both times are compared.  The cause "none" runs with wagma, whose gain must be
 foretold too.
 """

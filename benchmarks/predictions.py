@@ -7,7 +7,7 @@ The first is a result of `benchmarks throughput`.  It is predicted with the same
 ranks, link and seeds, and counted until the slowest rank has finished, as it was measured.
 
 In the second all strategies took turns on emulated nodes that shared 2 cores, with steps of known
-times.  It is predicted as `diagnose --link` does: from the steps, the link and `usual_costs`.
+times.  It is predicted as `why --link` does: from the steps, the link and `usual_costs`.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def tree() -> str:
     """From questions to a choice, as `decisions` has it."""
     picture = Picture(
         "Four questions lead to a strategy",
-        "lightning-dsgd diagnose answers the first three for your own job. balanced keeps DDP's "
+        "lightning-dsgd why answers the first three for your own job. balanced keeps DDP's "
         "loss, with Adam too.",
     )
     left, wide, y = 12.0, 186.0, picture.height + 2

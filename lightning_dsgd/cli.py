@@ -23,8 +23,7 @@ COMMANDS: Final = {
     "strategies": "the table of strategies; with a name, the details of one",
     "doctor": "what works on this machine, and what to do about the rest",
     "recipes": "the list of recipes and examples; with a name, a copy of one",
-    "diagnose": "why a DDP job is slow, and what would help, here or on another cluster",
-    "why": "why a job is stuck or slow: `lightning-dsgd why -- torchrun ... train.py`",
+    "why": "why a job is stuck or slow, and what would help, here or on another cluster",
     "timeline": "draw where a run's time went (`lightning-dsgd timeline --help`)",
     "launch": "start a script's ranks, and look after them (`lightning-dsgd launch --help`)",
 }

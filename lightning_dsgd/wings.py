@@ -23,7 +23,6 @@ COMMANDS: Final = {
     "strategies": "lab.strategies",
     "doctor": "lab.doctor",
     "recipes": "lab.recipes",
-    "diagnose": "lab.diagnose.command",
     "timeline": "lab.drawing.command",
     "launch": "elastic.launch.command",
     "why": "why.command",

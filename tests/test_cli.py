@@ -54,7 +54,7 @@ SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
         2,
         ["usage: lightning-dsgd", f"must be one of {', '.join(COMMANDS)}, got 'train'\n"],
     ),
-    "a mistyped command": (["diagnos"], 2, ["got 'diagnos'; did you mean diagnose?"]),
+    "a mistyped command": (["timelin"], 2, ["got 'timelin'; did you mean timeline?"]),
     "a launch of no script": (
         ["launch", "--ranks", "4"],
         2,
@@ -113,7 +113,7 @@ def test_a_recipe_is_copied_and_no_file_of_the_users_lost(
     assert copy.read_text() == "mine"
 
 
-HELP = ("", "strategies", "diagnose")
+HELP = ("", "strategies", "why")
 
 
 def test_help_of_the_console_script_loads_nothing_slow(tmp_path: Path) -> None:

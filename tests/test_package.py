@@ -211,7 +211,7 @@ WRONG = {
     "from lightning_dsgd.elastic.members import Members": "session.session",
     "import lightning_dsgd": "algorithm",
     "import lightning as L": "lab.simulate.model",
-    "from benchmarks.compare import target": "lab.diagnose.command",
+    "from benchmarks.compare import target": "lab.diagnose.words",
 }
 
 

@@ -9,7 +9,7 @@
     epochs      how simulated ranks are dealt batches
     in_force    which hyperparameters a result was measured with
     timeline    what each rank records of its time: `StepTrace` and `LoopTrace`
-    diagnose    why a DDP job is slow, from that record, here or on another cluster
+    diagnose    why a job is slow, from that record, here or on another cluster: `why` says it
     decisions   which strategy for which situation
     simulate    algorithms on a virtual clock, as fast as on a given machine: `diagnose` asks it
     drawing     where a run's time went: the command `timeline`

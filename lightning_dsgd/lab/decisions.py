@@ -1,6 +1,6 @@
 """Which strategy for which situation: the one place that decides.
 
-README and docs/choosing.md show these tables (docs/tables.py writes them), `diagnose` names the
+README and docs/choosing.md show these tables (docs/tables.py writes them), `why` names the
 choices as remedies, and the strategies' "use it for" follows from them.  To decide otherwise,
 change a line here.
 
@@ -71,7 +71,7 @@ class Situation:
         text: how a reader recognises it
         choices: the first one to try comes first
         measured: its name in `benchmarks target`; empty where it was not measured there
-        causes: those verdicts of `diagnose` that are this situation
+        causes: those verdicts of `why` that are this situation
         page: where docs/ tells more of it
     """
 
@@ -166,7 +166,7 @@ SITUATIONS: Final = {
             Choice(
                 FIRST,
                 BALANCED,
-                "It makes DDP's steps, whoever is late. Where `diagnose` finds a slow link, add "
+                "It makes DDP's steps, whoever is late. Where `why` finds a slow link, add "
                 '`wire_dtype="int8"`.',
             ),
         ),
@@ -314,12 +314,12 @@ def use_for(name: str) -> str:
 
 
 def situation_of(cause: str) -> Situation | None:
-    """Returns the situation that a verdict of `diagnose` stands for, if it is one."""
+    """Returns the situation that a verdict of `why` stands for, if it is one."""
     return next((each for each in SITUATIONS.values() if cause in each.causes), None)
 
 
 def of_cause(cause: str, num_ranks: int, *, same_loss: bool = False) -> Choice | None:
-    """Returns what to use in place of DDP for a verdict of `diagnose`, if it is a situation.
+    """Returns what to use in place of DDP for a verdict of `why`, if it is a situation.
 
     Args:
         cause: the verdict's cause

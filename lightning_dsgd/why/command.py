@@ -2,11 +2,20 @@
 
     lightning-dsgd why -- torchrun --nproc-per-node 4 train.py
     lightning-dsgd why --end -- srun python train.py
-    lightning-dsgd why why_run/                  # what was said of a run, once more
     lightning-dsgd why why_monday/ why_today/    # which part of a step has grown, and on which rank
 
-The program is not edited: Lightning, Fabric, plain PyTorch, Hugging Face.  Why a job is slow is
-said of torch's DDP, after 30 s and at the end, as by `lightning-dsgd diagnose`.
+    # of one run: what was said of it, or why the steps of StepTrace or LoopTrace were slow
+    lightning-dsgd why run/
+    lightning-dsgd why run/ --json
+    lightning-dsgd why run/ --ranks 64 --link 10gbit    # the same job on another cluster
+    torchrun ... -m lightning_dsgd why run/             # over the link that its ranks measure
+    lightning-dsgd why run/ --strategies popsgd:data=claimed,diloco
+
+A program is not edited: Lightning, Fabric, plain PyTorch, Hugging Face.  Why it is slow is said of
+torch's DDP, and of FSDP on CPUs, after 30 s and at the end.
+
+On another cluster each rank has a batch as large as those that were recorded; more ranks than were
+recorded are copies of these at other steps.
 """
 
 from __future__ import annotations
@@ -14,12 +23,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.why import compare, job, slow
 from lightning_dsgd.why.verdict import Verdict
 from lightning_dsgd.why.watch import TOLD, Watch
@@ -32,6 +43,8 @@ _SLOW_AFTER_S: Final = 30.0
 """A job is old enough then for a first word on its steps."""
 _AFTER_TROUBLE_S: Final = 10.0
 MOST_RUNS: Final = 2
+_OF_COMMANDS: Final = ("--stuck-after", "--end", "--only-stuck", "--to")
+_OF_RUNS: Final = ("--ranks", "--link", "--strategies", "--json")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,55 +60,79 @@ def main(argv: list[str] | None = None) -> None:
             f"{'both' if command else 'none'}; try: lightning-dsgd why -- torchrun "
             "--nproc-per-node 4 train.py"
         )
-    if not args.stuck_after > 0:
-        parser.error(f"--stuck-after must be positive, got {args.stuck_after}; try 30")
-    sys.exit(_watch(parser, args, command) if command else _tell_of(parser, args.run))
+    for name, is_given in _given(args, _OF_RUNS if command else _OF_COMMANDS).items():
+        if is_given:
+            needed, got = ("a run", "a command") if command else ("a command", "a run")
+            parser.error(f"{name} must be given for {needed}, got {got}; leave {name} out")
+    if command:
+        sys.exit(_watch(parser, args, command))
+    _tell_of(parser, args)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, bool]:
+    """Returns which of these options were given."""
+    values = {name: getattr(args, name.lstrip("-").replace("-", "_")) for name in names}
+    return {name: value is not None and value is not False for name, value in values.items()}
+
+
+def _parser() -> Parser:
     """Returns the parser of what stands in front of `--`."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd why",
-        usage="lightning-dsgd why [options] -- COMMAND ...\n       lightning-dsgd why RUN [RUN]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(
+        "why",
+        __doc__,
+        usage="lightning-dsgd why [options] -- COMMAND ...\n"
+        "       lightning-dsgd why [options] RUN [RUN]",
     )
-    parser.add_argument("run", type=Path, nargs="*", help="the folder of a run that was watched")
     parser.add_argument(
+        "run", type=Path, nargs="*", help="a run that was watched, or of StepTrace or LoopTrace"
+    )
+    command = parser.add_argument_group("options for a command")
+    command.add_argument(
         "--stuck-after",
         type=float,
-        default=STUCK_AFTER_S,
         metavar="S",
         help="a rank that keeps the others waiting for so many seconds is stuck, unless it works "
-        "or a step usually takes as long (default: %(default)g)",
+        f"or a step usually takes as long (default: {STUCK_AFTER_S:g})",
     )
-    parser.add_argument(
+    command.add_argument(
         "--end", action="store_true", help="end a job that is stuck, with exit status 1"
     )
-    parser.add_argument(
+    command.add_argument(
         "--only-stuck",
         action="store_true",
-        help="record no steps, which are recorded of DDP else, to say why it is slow",
+        help="record no steps, which are recorded of DDP and FSDP else, to say why it is slow",
     )
-    parser.add_argument(
+    command.add_argument(
         "--to",
         type=Path,
-        default=Path(time.strftime("why_%Y%m%d_%H%M%S")),
         metavar="FOLDER",
         help="where the ranks write; all nodes must share it (default: why_DATE_TIME here)",
     )
+    run = parser.add_argument_group("options for one run")
+    run.add_argument("--ranks", type=int, help="of another cluster; by default as recorded")
+    run.add_argument(
+        "--link",
+        metavar="RATE[,LATENCY]",
+        help="of each rank of another cluster, such as 10gbit or 10gbit,50us; by default as ranks "
+        "of torchrun measure it, else as the recorded sums show it, and 100us",
+    )
+    run.add_argument("--strategies", help="tell what these gain too; separated by commas")
+    run.add_argument("--json", action="store_true", help="print JSON in place of text")
     return parser
 
 
 def _watch(parser: argparse.ArgumentParser, args: argparse.Namespace, command: list[str]) -> int:
-    folder: Path = args.to
+    stuck_after_s = STUCK_AFTER_S if args.stuck_after is None else args.stuck_after
+    if not stuck_after_s > 0:
+        parser.error(f"--stuck-after must be positive, got {stuck_after_s}; try 30")
+    folder: Path = args.to or Path(time.strftime("why_%Y%m%d_%H%M%S"))
     if folder.exists() and any(folder.iterdir()):
         parser.error(
             f"--to must name a new or empty folder, got {folder}; remove it, or name another"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    beat_s = min(1.0, args.stuck_after / 10)
-    watch = Watch(folder, args.stuck_after, beat_s, time.monotonic, _tell)
+    beat_s = min(1.0, stuck_after_s / 10)
+    watch = Watch(folder, stuck_after_s, beat_s, time.monotonic, _tell)
     try:
         process = job.start(command, folder, beat_s, with_steps=not args.only_stuck)
     except OSError as error:
@@ -150,29 +187,44 @@ def _tell(text: list[str]) -> None:
     sys.stderr.flush()
 
 
-def _tell_of(parser: argparse.ArgumentParser, runs: list[Path]) -> int:
+def _tell_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Prints what is known of one run, or compares two."""
+    runs: list[Path] = args.run
+    given = [name for name, is_given in _given(args, _OF_RUNS).items() if is_given]
     if len(runs) > MOST_RUNS:
         parser.error(f"one run or two must be given, got {len(runs)}; compare two at a time")
-    for run in runs:
-        if len(runs) > 1:
-            sys.stdout.write(f"{run}:\n")
-        sys.stdout.writelines(f"{line}\n" for line in _told_of(parser, run, len(runs) == 1))
-    if len(runs) > 1:
-        sys.stdout.writelines(f"{line}\n" for line in compare.lines_of(*runs))
-    return 0
-
-
-def _told_of(parser: argparse.ArgumentParser, run: Path, with_speed: bool) -> list[str]:
-    """Returns what was told of a run; of one whose watcher has not ended, what its steps say."""
+    if len(runs) > 1 and given:
+        parser.error(f"{given[0]} must be given for one run, got two; ask of each by itself")
     try:
-        told: dict[str, Any] = json.loads((run / TOLD).read_text())
-    except (OSError, ValueError) as error:
-        if not (run / slow.STEPS).is_dir():
-            parser.error(f"{run} must be the folder of a run that `why` has watched: {error}")
-        told = {"told": []}
+        if len(runs) > 1:
+            told = [line for run in runs for line in (f"{run}:", *_told_of(run))]
+            told += compare.lines_of(*runs)
+        else:
+            asked = tuple(args.strategies.split(",")) if args.strategies else ()
+            told = _report(runs[0], slow.Asked(args.ranks, args.link, asked, as_json=args.json))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    sys.stdout.writelines(f"{line}\n" for line in told)
+
+
+def _report(run: Path, asked: slow.Asked) -> list[str]:
+    """Returns what is known of one run."""
+    told = _read(run) if (run / TOLD).exists() else {}
+    is_launched = "WORLD_SIZE" in os.environ  # its ranks measure the link of another cluster
+    if not told or is_launched or asked != slow.Asked():
+        return slow.report(run, asked, told.get("told", ()))
+    return [*_told_of(run), *(told["slow"] if "slow" in told else slow.lines_of(run))]
+
+
+def _told_of(run: Path) -> list[str]:
+    """Returns what was told of a run while it was watched."""
+    if not (run / TOLD).exists():
+        return []
+    told = _read(run)
     text = [line for each in told["told"] for line in each["lines"]]
-    if not text:
-        text.append(f"nothing was wrong; exit status {told.get('exit_status', 'unknown')}")
-    if with_speed:
-        text += told["slow"] if "slow" in told else slow.lines_of(run)
-    return text
+    return text or [f"nothing was wrong; exit status {told.get('exit_status', 'unknown')}"]
+
+
+def _read(run: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((run / TOLD).read_text())
+    return told

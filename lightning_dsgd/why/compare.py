@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_dsgd.why.slow import STEPS, next_of, pauses_in
+from lightning_dsgd.why.slow import next_of, pauses_in, steps_of
 
 LEAST_GROWTH: Final = 0.05
 """Steps whose lengths differ by less are called alike."""
@@ -74,7 +74,7 @@ class Run:
 def lines_of(first: Path, second: Path) -> list[str]:
     """Returns what has made the slower of two runs slower, and what to do about it."""
     try:
-        one, other = (run_in(run / STEPS, f"{run}") for run in (first, second))
+        one, other = (run_in(steps_of(run), f"{run}") for run in (first, second))
     except (ValueError, OSError) as error:
         return [f"the steps cannot be compared: {error}"]
     fast, slow = sorted((one, other), key=lambda run: run.step_s)

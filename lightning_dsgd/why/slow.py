@@ -1,21 +1,23 @@
-"""Why a job is slow: the verdict of `diagnose` on the steps that were recorded.
+"""Why a job is slow: the verdict of `lab.diagnose` on the steps that were recorded.
 
 `lab.diagnose` knows Lightning's Trainer.  What is added here: the lines to paste for the other
-faces, and the checkpoints and starts of loaders that were timed.
+faces, the checkpoints and starts of loaders that were timed, and other clusters.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from lightning_dsgd.lab.diagnose.remedies import Remedy
     from lightning_dsgd.lab.diagnose.times import Times
     from lightning_dsgd.lab.diagnose.verdict import Verdict
+    from lightning_dsgd.lab.link import Link
 
 STEPS: Final = "steps"
 """The folder, within that of a run, of the ranks' step traces."""
@@ -54,6 +56,23 @@ _UNPASTED: Final = {"fabric": ("lighter",), "plain": ("lighter",), "hugging_face
 
 
 @dataclass(frozen=True)
+class Asked:
+    """Holds what a user wants to know of a run besides.
+
+    Args:
+        ranks: of another cluster; None: as recorded
+        link: of each of its ranks, as the user writes it; None: as recorded, or as measured
+        strategies: whose gains are told too
+        as_json: whether the report is for programs
+    """
+
+    ranks: int | None = None
+    link: str | None = None
+    strategies: tuple[str, ...] = ()
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
 class Pauses:
     """Holds for how long each rank saved checkpoints, and started loaders, in a step."""
 
@@ -62,7 +81,7 @@ class Pauses:
 
 
 def lines_of(run: Path) -> list[str]:
-    """Returns what `diagnose` says of a run, or why it says nothing."""
+    """Returns why a run is slow, or why nothing is said of that."""
     try:
         return diagnosed(run)
     except (ValueError, OSError) as error:
@@ -71,31 +90,77 @@ def lines_of(run: Path) -> list[str]:
 
 
 def diagnosed(run: Path) -> list[str]:
-    """Returns what `diagnose` says of a run.
+    """Returns why a run that was watched is slow.
 
     Raises:
         ValueError: if too few steps were recorded, or none
     """
-    folder = run / STEPS
-    if not any(folder.glob("step_trace_*.jsonl")):
+    if not any((run / STEPS).glob("step_trace_*.jsonl")):
         raise ValueError("no step of Lightning's strategy ddp, or of torch's DDP or FSDP, was seen")
     try:
-        return _judged(folder)
+        return _report(run, Asked(), None)
     except (LookupError, ArithmeticError, RuntimeError) as err:
         # A job's exit status must not be lost as ranks have recorded what nobody expects.
         raise ValueError(f"the steps could not be judged: {err!r}") from err
 
 
-def _judged(folder: Path) -> list[str]:
+def report(run: Path, asked: Asked, told: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """Returns the lines of the report on the steps of a run.
+
+    Args:
+        run: the folder of a run that was watched, or of its ranks' step traces
+        asked: what else the user wants to know
+        told: what the watcher has told of the run; a report for programs has it too
+
+    Under a launcher all its ranks come here, and measure the link of the other cluster.
+
+    Raises:
+        ValueError: if there are too few steps, or none, or what is asked cannot be told
+    """
+    from lightning_dsgd.lab.diagnose import measured  # loads torch
+    from lightning_dsgd.lab.diagnose.elsewhere import LATENCY_S
+    from lightning_dsgd.lab.link import Link
+
+    link = Link.parse(asked.link, "--link", LATENCY_S) if asked.link else None
+    if measured.is_launched():
+        if link is not None:
+            raise ValueError("--link must be left out under torchrun, whose ranks measure it")
+        link, rank = measured.link()
+        if rank:
+            return []
+    return _report(run, asked, link, told)
+
+
+def _report(
+    run: Path, asked: Asked, link: Link | None, told: Sequence[dict[str, Any]] = ()
+) -> list[str]:
+    """Returns the report; `link` is that of another cluster, if there is one."""
     # They load torch, which a watcher does without as long as it can.
     from lightning_dsgd.lab.diagnose import times, words
+    from lightning_dsgd.lab.diagnose.elsewhere import elsewhere
+    from lightning_dsgd.lab.diagnose.remedies import check_asked
     from lightning_dsgd.lab.diagnose.verdict import judge
 
-    seen = _on_one_clock(times.read(folder))
-    found, pauses = judge(seen), pauses_in(folder, seen)
-    text = words.lines(seen, found, _remedies(seen, found, pauses))
+    folder = steps_of(run)
+    recorded = _on_one_clock(times.read(folder))
+    is_elsewhere = asked.ranks is not None or link is not None
+    seen = elsewhere(recorded, asked.ranks, link) if is_elsewhere else recorded
+    check_asked(seen, asked.strategies)
+    found, pauses = judge(seen), pauses_in(folder, recorded)
+    gains = _remedies(seen, found, pauses, asked.strategies)
+    if asked.as_json:
+        record = words.record(seen, found, gains) | {"told": list(told)}
+        return json.dumps(record, indent=1).splitlines()
+    text = words.lines(seen, found, gains, recorded.num_ranks)
+    if is_elsewhere:
+        return text
     place = next(i for i, line in enumerate(text) if line.startswith("Next:"))
     return [*text[:place], *_details(found, pauses), *text[place:]]
+
+
+def steps_of(run: Path) -> Path:
+    """Returns the folder of the step traces of a run, which are there, or in a folder of it."""
+    return run / STEPS if (run / STEPS).is_dir() else run
 
 
 def next_of(run: Path) -> list[str]:
@@ -169,14 +234,16 @@ def _details(found: Verdict, pauses: Pauses) -> list[str]:
     return text
 
 
-def _remedies(seen: Times, found: Verdict, pauses: Pauses) -> list[Remedy]:
+def _remedies(
+    seen: Times, found: Verdict, pauses: Pauses, asked: Sequence[str] = ()
+) -> list[Remedy]:
     """Returns the remedies as a user of this face would write them."""
     from lightning_dsgd.lab.diagnose.remedies import remedies
 
     face = str(seen.about.get("face", TRAINER))
     paste = _PASTE[face]
     written = []
-    for remedy in remedies(seen, found):
+    for remedy in remedies(seen, found, asked):
         if remedy.name == "lighter" and _is_saving(found, pauses):
             what = "save checkpoints less often, or in the background"
             remedy = replace(remedy, what=what, paste=paste["saving"])

@@ -9,7 +9,7 @@ from lightning_dsgd.cli import main
 EXAMPLES = {
     "strategies": "    lightning-dsgd strategies wagma",
     "timeline": "    lightning-dsgd timeline run/ --output timeline.html",
-    "diagnose": "    lightning-dsgd diagnose run/ --json",
+    "why": "    lightning-dsgd why run/ --json",
 }
 
 

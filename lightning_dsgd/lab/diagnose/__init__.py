@@ -1,4 +1,4 @@
-"""Why a DDP job is slow, and which rank is late: `lightning-dsgd diagnose`.
+"""Why a job in DDP or FSDP is slow, and which rank is late: a part of `lightning-dsgd why`.
 
 **As functions.**  `times.read` turns a folder of records into times, or `times.times_of` turns the
 traces; `verdict.judge` turns times into a verdict, and is the only place that does.
@@ -8,7 +8,7 @@ traces; `verdict.judge` turns times into a verdict, and is the only place that d
 
 - the meetings: where the rank came to what all ranks do together, and when that was over.  The
   most important one is the sum of the gradient: it begins for a rank when its last piece is ready,
-  and ends when the last sum is there.  With `fully_shard` on CPUs each sum is one, and each time
+  and ends when the last sum is there.  With FSDP on CPUs each sum is one, and each time
   that weights are gathered.  Others are the buffers of rank 0, Lightning's question for
   SIGTERM, metrics with `sync_dist=True`, and barriers.
 - when each piece of the gradient was ready, and when its sum was there

@@ -1,1 +1,1 @@
-"""Algorithms on machines that one does not have: the world that `diagnose` asks."""
+"""Algorithms on machines that one does not have: the world that `why` asks."""

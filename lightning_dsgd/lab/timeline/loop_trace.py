@@ -107,7 +107,7 @@ class LoopTrace(_Events):
     transformers.Trainer(..., callbacks=[lightning_dsgd.LoopTrace("run/")])
     ```
 
-    `lightning-dsgd diagnose run/` says why the job is slow, and `timeline` draws it.
+    `lightning-dsgd why run/` says why the job is slow, and `timeline` draws it.
     A step ends where the next batch is asked for, if gradients were summed.  All ranks have to make
     a `LoopTrace`, together, before the first backward pass.  A comm hook of your own is called
     behind ours if you register it after that; one that was registered before is kept too, but then
@@ -115,7 +115,7 @@ class LoopTrace(_Events):
 
     With `fully_shard`, and with FSDP's first version, FullyShardedDataParallel, each sum of
     gradients and each gather of weights is seen, if the model is sharded among all ranks.  On GPUs
-    `diagnose` does not judge that, as it does not see the waits.
+    `why` does not judge that, as it does not see the waits.
 
     Hugging Face's Trainer calls it by its events: put it last among the callbacks.
 

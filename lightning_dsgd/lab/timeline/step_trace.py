@@ -58,7 +58,7 @@ class StepTrace(pl.Callback):
       could begin, and when it was over, by events that nobody waits for;
     - with others: nothing, as the file's first line says.
 
-    With DDP, `lightning-dsgd diagnose run/` says why the job is slow and what would help; its first
+    With DDP, `lightning-dsgd why run/` says why the job is slow and what would help; its first
     line is told when training ends.  A comm hook of your own goes on as before.
 
     When training ends, a W&B run gets the timeline as a panel, and an MLflow run as an artifact.  A
@@ -318,10 +318,10 @@ class StepTrace(pl.Callback):
                 warnings.warn(f"the run gets no timeline: {error}", stacklevel=2)
 
     def _verdict(self) -> str:
-        """Returns the first line of `lightning-dsgd diagnose`."""
+        """Returns the first line of `lightning-dsgd why`."""
         from lightning_dsgd.lab.diagnose import times, verdict, words  # no other rank needs them
 
-        more = f"`lightning-dsgd diagnose {self.folder}` says why"
+        more = f"`lightning-dsgd why {self.folder}` says why"
         try:
             mb = sum(path.stat().st_size for path in self.folder.glob("step_trace_*")) / 1e6
             if mb > _MOST_READ_MB:

@@ -24,13 +24,13 @@ def test_it_says_verdict_why_and_next(
     cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made.write(tmp_path, made.traces(made.CAUSES[cause][0], steps=60, victim=2))
-    main(["diagnose", str(tmp_path)])
+    main(["why", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 10
     assert max(map(len, lines)) <= 150
     begins = [line.partition(":")[0] for line in lines if line[0] != " "]
     assert begins == ["Verdict", "Why", "Next", "Others", "Seen"]
-    main(["diagnose", str(tmp_path), "--json"])
+    main(["why", str(tmp_path), "--json"])
     said = json.loads(capsys.readouterr().out)
     assert lines[0] == f"Verdict: {said['verdict']}"
     name, paste = NEXT[cause]
@@ -64,7 +64,7 @@ def test_the_gain_is_what_the_job_without_the_cause_shows(
     cause: str, name: str, cured: made.Cause, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made.write(tmp_path, made.traces(made.CAUSES[cause][0], steps=60, victim=2))
-    main(["diagnose", str(tmp_path), "--json"])
+    main(["why", str(tmp_path), "--json"])
     gains = {r["name"]: r for r in json.loads(capsys.readouterr().out)["remedies"]}
     assert gains[name]["low"] < faster(cause, cured) < gains[name]["high"]
 
@@ -74,7 +74,7 @@ def test_what_it_cannot_judge_is_refused(
 ) -> None:
     def refused() -> str:
         with pytest.raises(SystemExit):
-            main(["diagnose", str(tmp_path)])
+            main(["why", str(tmp_path)])
         return capsys.readouterr().err
 
     made.write(tmp_path, made.traces(made.none, steps=15))
@@ -86,4 +86,4 @@ def test_what_it_cannot_judge_is_refused(
     for trace in ours:
         trace.about.pop("sums")
     made.write(tmp_path, ours)
-    assert "must be of torch's DDP, got one of strategy 'ddp'" in refused()
+    assert "must be of torch's DDP or FSDP, got one of strategy 'ddp'" in refused()

@@ -143,7 +143,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.exhaustive
 def test_ranks_of_torchrun_measure_the_link(folder: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = ended([sys.executable, *torchrun, "-m", "lightning_dsgd", "diagnose", folder, "--json"])
+    done = ended([sys.executable, *torchrun, "-m", "lightning_dsgd", "why", folder, "--json"])
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)  # of rank 0 alone
     assert 1e7 < said["link"]["rate_bit_s"] < 1e13
@@ -156,7 +156,7 @@ def test_the_command_says_for_which_cluster(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--ranks", "8", "--link", "1gbit,50us", "--strategies", "popsgd:data=claimed"]
-    main(["diagnose", str(folder), *asked])
+    main(["why", str(folder), *asked])
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == (
         "Cluster: 8 ranks, each with a link of 1 Gbit/s, 50 us a message; extrapolated: 4 ranks "
@@ -183,7 +183,7 @@ def test_what_cannot_be_foretold_is_refused(
     options: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["diagnose", str(folder), *options.split()])
+        main(["why", str(folder), *options.split()])
     assert end.value.code == 2
     assert REFUSED[options] in capsys.readouterr().err
 
@@ -213,5 +213,5 @@ def test_a_launcher_and_a_link_exclude_each_other(
     ):
         monkeypatch.setenv("WORLD_SIZE", world_size)
         with pytest.raises(SystemExit):
-            main(["diagnose", str(folder), *options])
+            main(["why", str(folder), *options])
         assert message in capsys.readouterr().err
