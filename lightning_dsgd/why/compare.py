@@ -25,6 +25,7 @@ _LEAST_SHOWN: Final = 0.02
 """What takes a smaller share of a step is left out."""
 _IN_WORDS: Final = {
     "loader": "waiting for the loader",
+    "copies": "waiting for copies to the device",
     "validation": "validating",
     "gc": "collecting Python's garbage",
     "between": "callbacks, loggers and the like",

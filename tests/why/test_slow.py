@@ -43,6 +43,7 @@ LOOPS = cases(
         ("fsdp", "late", "rank 1 computes longer than the others"),
         ("plain", "loader", "rank 1 waits for the data loader"),
         ("fabric", "late", "rank 1 computes longer than the others"),
+        ("fabric", "copies", "rank 1 waits for copies to the device"),
         ("plain", "validation", "rank 0 validates longer than the others"),
         ("plain", "saving", "rank 0 spends longer between batches"),
     ],
@@ -74,9 +75,9 @@ def test_a_loop_that_calls_nothing_of_ours_is_judged(
         # A model in shards is recorded from its first forward pass on.
         unseen = int(face in in_shards)
         assert all(step.load for step in trace.steps[unseen:])
-        is_late = trace.rank == int(slow in ("loader", "late"))
-        kinds = {"loader": "load", "late": "forward", "validation": "evaluate", "saving": "save"}
-        kind = kinds[slow]
+        is_late = trace.rank == int(slow in ("loader", "late", "copies"))
+        kinds = {"loader": "load", "late": "forward", "copies": "copy"}
+        kind = {"validation": "evaluate", "saving": "save", **kinds}[slow]
         spans = [span for step in trace.steps for span in getattr(step, kind)]
         long = sum(end - begin > 0.045 for begin, end in spans)
         # What follows the last step is in none.
@@ -133,6 +134,15 @@ def test_gaps_between_epochs_are_told_with_what_their_remedy_gains(tmp_path: Pat
     assert float(found[2]) == pytest.approx(72 / 52, abs=0.06)
     usual = slow.diagnosed(recorded(tmp_path / "usual", made.none))
     assert not [text for text in usual if "start" in text]
+
+
+def test_copies_to_the_device_are_a_cause_of_their_own(tmp_path: Path) -> None:
+    said = slow.diagnosed(recorded(tmp_path / "run", made.copies, face="plain"))
+    assert said[0].startswith("Verdict: all ranks wait for copies to the device, in 100% of"), said
+    assert "ms of waiting for copies to the device, " in said[1]
+    following = next(i for i, text in enumerate(said) if text.startswith("Next:"))
+    assert re.match(r"Next:    copy batches from pinned memory.*: 1\.\d\d \(1\.", said[following])
+    assert said[following + 1].strip().startswith("DataLoader(..., pin_memory=True)")
 
 
 @pytest.mark.exhaustive

@@ -12,8 +12,9 @@ traces; `verdict.judge` turns times into a verdict, and is the only place that d
   that weights are gathered.  Others are the buffers of rank 0, Lightning's question for
   SIGTERM, metrics with `sync_dist=True`, and barriers.
 - when each piece of the gradient was ready, and when its sum was there
-- the parts of the rank's own time: loader, forward, backward, optimizer, validation, Python's
-  garbage collection; what is none of these is "between": other callbacks, loggers
+- the parts of the rank's own time: loader, copies to the device, forward, backward, optimizer,
+  validation, Python's garbage collection; what is none of these is "between": other callbacks,
+  loggers
 - how many numbers the rank's batch had
 
 **How lateness is attributed.**  All ranks leave a meeting at about the same time, and nobody leaves

@@ -3,6 +3,7 @@
 A remedy either takes a part away from a rank's own time, and DDP goes on as before:
 
     workers    loader workers: what was waited for the loader is read ahead
+    pinned     batches in pinned memory, which a device copies while the rank goes on
     shared     each rank validates as much as the mean of all ranks
     freeze     Python collects no garbage while training goes on
     sorted     the batches of one step have the same length
@@ -41,8 +42,8 @@ The interval has 90% of what other stretches of the run give (blocks of steps ar
 times), and 3% on both sides for what a model leaves out.  A strategy's lower end also allows for
 communication that takes as long as DDP's meetings; where the link is known both ends allow for 7%
 in place of that.  The lower end of `balanced` allows for parts of a batch that take longer than
-their share of it, by a quarter.  The upper end of `int8` is for messages that cost nothing but
-their latency.
+their share of it, by a quarter.  The lower end of `pinned` has half of the copies left.  The upper
+end of `int8` is for messages that cost nothing but their latency.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ _FETCH_S: Final = 5e-4
 """What a rank spends on a batch that a worker has ready."""
 _STEP_S: Final = 1e-3
 """What a strategy takes of each rank's step: a lane answers in half a millisecond."""
+_LEFT_OF_COPIES: Final = 0.5
+"""The share of a copy from pinned memory that its rank may still wait for, at the lower end of what
+is foretold; nobody has measured it."""
 _MESSAGE_S: Final = 5e-4
 """What a message of a rounded sum takes of a core: with four ranks on two cores, whose sums have 6
 messages each, such a sum took 6 ms."""
@@ -114,6 +118,7 @@ _OF_CAUSE: Final = {
     "bursts": ("balanced", "wagma"),
     "lengths": ("sorted", "balanced"),
     "loader": ("workers",),
+    "copies": ("pinned",),
     "validation": ("shared",),
     "callbacks": ("lighter", "balanced"),
     "processor": ("cores",),
@@ -183,6 +188,7 @@ def paste_of(
         return f"L.Trainer(strategy={decisions.code(spec, data)}, ...)"
     return {
         "workers": f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
+        "pinned": "DataLoader(..., pin_memory=True)    # and .to(device, non_blocking=True)",
         "shared": "val_dataloaders with a DistributedSampler; none with work for rank 0 alone",
         "freeze": "gc.collect(); gc.freeze(); gc.disable()    # before trainer.fit",
         "sorted": "DataLoader(..., batch_sampler=...)    # that draws batches of like length",
@@ -201,6 +207,7 @@ def what_of(name: str, num_ranks: int, pieces: int = MOST_PIECES) -> str:
         return why[0].lower() + why[1:]
     return {
         "workers": "more loader workers",
+        "pinned": "copy batches from pinned memory while the ranks go on",
         "shared": "let all ranks validate equal shares",
         "freeze": "collect no garbage while training",
         "sorted": "put batches of like length into one step",
@@ -221,6 +228,7 @@ def remedies(times: Times, verdict: Verdict, asked: Sequence[str] = ()) -> list[
     ddp = _of_ddp(times, times.own)
     found = [
         _replaced(times, ddp, "workers", _less("loader", times, at_most=_FETCH_S)),
+        _pinned(times, ddp),
         _replaced(times, ddp, "shared", _less("validation", times, share=True)),
         _replaced(times, ddp, "freeze", _less("gc", times)),
         _replaced(times, ddp, "lighter", _as_the_others("between", times)),
@@ -317,6 +325,14 @@ def _replaced(times: Times, ddp: Tensor, name: str, own: Tensor) -> Remedy:
         loader = float(times.by_step(times.parts[PARTS.index("loader")]).mean(0).max())
         workers = max(2, 1 + int(loader / max(1e-6, float(_of_ddp(times, own).mean()))))
     return _drawn(name, times, ddp, _of_ddp(times, own), workers=workers)
+
+
+def _pinned(times: Times, ddp: Tensor) -> Remedy:
+    """Returns what copies that nobody waits for would gain; at the least half of each is left."""
+    found = _replaced(times, ddp, "pinned", _less("copies", times))
+    half = times.own - times.parts[PARTS.index("copies")] * _LEFT_OF_COPIES
+    left = _replaced(times, ddp, "pinned", half)
+    return replace(found, low=min(found.low, left.low))
 
 
 def _how_to_get_cores(times: Times) -> str:

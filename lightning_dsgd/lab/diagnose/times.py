@@ -25,7 +25,7 @@ from lightning_dsgd.lab.timeline.recorder import FSDP, SHARDED
 from lightning_dsgd.lab.timeline.trace import Step, Trace, missing_ranks, read_folder
 
 PARTS: Final = (
-    *("loader", "forward", "backward", "optimizer", "validation", "gc", "between"),
+    *("loader", "copies", "forward", "backward", "optimizer", "validation", "gc", "between"),
     "processor",
 )
 LEAST_STEPS: Final = 20
@@ -304,7 +304,7 @@ def _are_sums(step: Step, meetings: Spans) -> list[bool]:
 
 
 def _parts(steps: Sequence[Step]) -> Iterable[Spans]:
-    for kind in ("load", "forward", "backward", "optimizer", "evaluate"):
+    for kind in ("load", "copy", "forward", "backward", "optimizer", "evaluate"):
         yield [span for step in steps for span in getattr(step, kind)]
 
 

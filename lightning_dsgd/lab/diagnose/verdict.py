@@ -4,6 +4,7 @@ Each second that a late rank costs goes to the part of its own time that was lon
 
     part        cause
     loader      "loader"
+    copies      "copies": to the device
     validation  "validation"
     gc          "garbage"
     between     "callbacks"
@@ -15,10 +16,10 @@ Each second that a late rank costs goes to the part of its own time that was lon
                 "slow"     the same ranks in most steps
                 "random"   other ranks in other steps
 
-Waiting for the loader, or for a processor, is no work: it also costs where all ranks wait for as
-long.  What the sums take is the cause "network", or "link" where the sums are always over last for
-the same rank.  The largest of these is the verdict, if it costs LEAST_SHARE of the time; else
-"none".
+Waiting for the loader, for copies or for a processor is no work: it also costs where all ranks wait
+for as long.  What the sums take is the cause "network", or "link" where the sums are always over
+last for the same rank.  The largest of these is the verdict, if it costs LEAST_SHARE of the time;
+else "none".
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LEAST_SHARE: Final = 0.05
 LEAST_SUM_SHARE: Final = 0.12
 """The same for the sums, which no job can do without."""
 _COMPUTING: Final = ("forward", "backward", "optimizer")
-_OF_EVERYONE: Final = ("loader", "processor")
+_OF_EVERYONE: Final = ("loader", "copies", "processor")
 """The parts that are no work, also where all ranks are at them for as long."""
 _LATE: Final = 0.05
 """A rank is late in a step by more than this share of a step."""
@@ -94,6 +95,7 @@ CAUSES: Final = {
     "drift": "one rank gets slower and slower",
     "lengths": "batches differ in size",
     "loader": "waiting for the data loader",
+    "copies": "waiting for copies to the device",
     "validation": "validating",
     "gc": "Python collects garbage",
     "callbacks": "callbacks and loggers between batches",
@@ -120,6 +122,7 @@ def judge(times: Times) -> Verdict:
     of_part = dict(zip(PARTS, (blame.sum(1) / total_s).tolist(), strict=True))
     costs = {
         "loader": of_part["loader"],
+        "copies": of_part["copies"],
         "validation": of_part["validation"],
         "gc": of_part["gc"],
         "callbacks": of_part["between"],

@@ -13,7 +13,11 @@ from lightning_dsgd.lab.diagnose.verdict import Verdict, base
 _LEAST_PART: Final = 0.1
 """The least share of a lateness at which a part is told."""
 _SHOWN: Final = 1.02
-_NO_WORK: Final = {"loader": "the loader", "processor": "processors"}
+_NO_WORK: Final = {
+    "loader": "the loader",
+    "copies": "copies to the device",
+    "processor": "processors",
+}
 """The parts of a rank's own time in which it does not work."""
 _ALWAYS: Final = ("workers", "claimed", "wagma", "int8")
 """The remedies whose gains are told also where there are none."""
@@ -48,6 +52,7 @@ def verdict(found: Verdict, strategy: str = "ddp") -> str:
         "bursts": f"compute{s} longer for some steps on end, and then not",
         "drift": f"get{s} slower and slower",
         "loader": f"wait{s} for the data loader",
+        "copies": f"wait{s} for copies to the device",
         "validation": f"validate{s} longer than the others",
         "gc": f"collect{s} Python's garbage",
         "callbacks": f"spend{s} longer between batches, in callbacks or loggers",

@@ -15,6 +15,7 @@ The first line says who wrote it; then there is one line for each step, in micro
     wait      the training thread waited for a message of this rank (-1: of all together)
     serve     a lane worked, after a message of this rank had come
     load      of `fetch`: the data loader alone
+    copy      of `fetch`: the batch was copied to the device
     forward, backward, optimizer
               these parts of the step; a wait in one of them is listed as a wait too
     gc        Python collected garbage, whatever the step was doing

@@ -33,8 +33,9 @@ from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, Recorder
 from lightning_dsgd.lab.timeline.watch import Watch, items_in, watched_in
 from lightning_dsgd.trainer import seams
 
-_LOADER: Final = ".train_dataloader_next"
-"""How the Trainer's loop names, for its profiler, that it waits for the loader."""
+_FETCHES: Final = {".train_dataloader_next": "load", ".batch_to_device": "copy"}
+"""How the Trainer's loop names, for its profiler, that it waits for the loader, and that it brings
+a batch to the device; and what that is in the record."""
 _MOST_READ_MB: Final = 64.0
 """As much is read for a verdict when training ends; it takes some seconds."""
 _MOST_SPANS: Final = 200_000
@@ -141,7 +142,7 @@ class StepTrace(pl.Callback):
             self._head["sums"] = "seen" if self._watch.sums.sees_sums else "the last"
             self._head["clock"] = "host" if self._watch.is_on_host else "device"
             self._head |= self._watch.of_processors()
-        self._time_loader(trainer.profiler)
+        self._time_fetches(trainer.profiler)
         self._first_step = self._last_step = trainer.global_step
         self._phase, self._gave_up = ("", 0.0), False
         if self.skip_steps == 0:
@@ -216,18 +217,25 @@ class StepTrace(pl.Callback):
             self._watch.recorder = self._recorder
             self._watch.sums.forget()
 
-    def _time_loader(self, profiler: Any) -> None:
-        """Notes how long the Trainer's profiler, whichever it is, would say the loader takes."""
-        start, stop, began_s = profiler.start, profiler.stop, [0.0]
+    def _time_fetches(self, profiler: Any) -> None:
+        """Notes how long the Trainer's profiler, whichever it is, would say a batch takes to get.
+
+        Those of a validation do not count: they are a part of its time.
+        """
+        start, stop, began_s = profiler.start, profiler.stop, dict[str, float]()
 
         def starts(action_name: str) -> None:
             start(action_name)
-            if action_name.endswith(_LOADER):
-                began_s[0] = time.monotonic()
+            if action_name.endswith(tuple(_FETCHES)):
+                began_s[action_name] = time.monotonic()
 
         def stops(action_name: str) -> None:
-            if action_name.endswith(_LOADER) and self._recorder is not None:
-                self._recorder.did("load", began_s[0], time.monotonic())
+            kind = _FETCHES.get(f".{action_name.rpartition('.')[2]}")
+            begin_s = began_s.pop(action_name, None)
+            is_fetched = self._between_s is not None and self._recorder is not None
+            if kind is not None and begin_s is not None and is_fetched:
+                assert self._recorder is not None
+                self._recorder.did(kind, begin_s, time.monotonic())
             stop(action_name)
 
         profiler.start, profiler.stop, self._profiler = starts, stops, profiler

@@ -20,7 +20,7 @@ SpansOf = tuple[tuple[float, float, int], ...]
 
 _SPANS: Final = (
     *("fetch", "evaluate", "exchange", "wait", "serve"),
-    *("load", "forward", "backward", "optimizer", "gc", "save", "start"),
+    *("load", "copy", "forward", "backward", "optimizer", "gc", "save", "start"),
 )
 _WHO: Final = ("wait", "serve")
 """The kinds whose spans name a rank."""
@@ -48,6 +48,7 @@ class Step:
     wait: SpansOf
     serve: SpansOf
     load: Spans = ()
+    copy: Spans = ()
     forward: Spans = ()
     backward: Spans = ()
     optimizer: Spans = ()

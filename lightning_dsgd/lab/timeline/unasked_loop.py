@@ -3,6 +3,7 @@
 A loop says nothing of itself, so its parts are seen by what torch does in it:
 
     load        a `DataLoader` is asked for its next batch, or for its iterator
+    copy        Fabric brings a batch of its loaders to the device
     forward     that of the model that is recorded, in DDP or in FSDP
     backward    from there until the sums are over
     optimizer   `step` of any of torch's optimizers
@@ -16,7 +17,7 @@ An error in here ends the record, and is told to nobody but the watcher.
 **What is not seen.**  Two models in DDP or FSDP that take turns; a DDP of some ranks only; FSDP on
 devices, where ranks wait in gathers that the host does not see; a forward pass that torch compiles
 together with the DDP, whose time then belongs to the backward pass; a loader that is no
-`DataLoader`, whose time is "between"; copies to a device.
+`DataLoader`, and copies to a device that are not Fabric's: their time is "between".
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +48,7 @@ from lightning_dsgd.lab.timeline.recorder import FSDP, SHARDED
 from lightning_dsgd.lab.timeline.shards import class_of_forward, may_be_root, module_of
 from lightning_dsgd.lab.timeline.watch import Watch, device_of, items_in
 
+_FABRICS: Final = "lightning.fabric.wrappers"
 ON_DEVICES: Final = "the steps of FSDP are judged on CPUs alone"
 
 
@@ -146,6 +149,8 @@ class UnaskedLoop(LoopTrace):
             self._replace(DistributedDataParallel, "register_comm_hook", self._before_registering)
         self._replace(_BaseDataLoaderIter, "__next__", self._before_loading)
         self._replace(DataLoader, "__iter__", self._before_loading)
+        if _FABRICS in sys.modules:
+            self._replace(sys.modules[_FABRICS], "move_data_to_device", self._before_copying)
         self._replace(torch.nn.Module, "train", self._before_mode)
         before = register_optimizer_step_pre_hook(self._quiet(self._begins_step))
         after = register_optimizer_step_post_hook(self._quiet(self._ends_step))
@@ -262,6 +267,17 @@ class UnaskedLoop(LoopTrace):
         finally:
             self._is_loading = False
             self._quiet(self._has_loaded)(began_s)
+
+    def _before_copying(self, copy: Any, *_: Any, **__: Any) -> Any:
+        began_s = time.monotonic()
+        returned = copy()
+        if self._evaluating_s is None:
+            self._quiet(self._has_copied)(began_s)
+        return returned
+
+    def _has_copied(self, began_s: float) -> None:
+        assert self._recorder is not None
+        self._recorder.did("copy", began_s, time.monotonic())
 
     def _has_loaded(self, began_s: float) -> None:
         assert self._recorder is not None

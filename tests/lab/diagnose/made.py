@@ -31,6 +31,7 @@ class Own:
     start: float = 0.0
     """Of the workers of a loader, where an epoch begins."""
     loader: float = 5e-4
+    copies: float = 0.0
     forward: float = 15e-3
     backward: float = 32e-3
     optimizer: float = 1.5e-3
@@ -82,6 +83,10 @@ def bursts(s: Setting, step: int, rank: int, own: Own) -> None:
 def loader(s: Setting, step: int, rank: int, own: Own) -> None:
     if rank == s.victim:
         own.loader = s.source.uniform(20e-3, 40e-3)
+
+
+def copies(s: Setting, step: int, rank: int, own: Own) -> None:
+    own.copies = s.source.uniform(20e-3, 40e-3)
 
 
 def validation(s: Setting, step: int, rank: int, own: Own) -> None:
@@ -173,7 +178,8 @@ def traces(
         asks = [paused[r] + own.start + own.between for r, own in enumerate(every)]
         answered = max(asks) + QUESTION_S
         loaded = [answered + own.loader for own in every]
-        forwarded = [loaded[r] + own.forward + own.gc + own.short for r, own in enumerate(every)]
+        copied = [loaded[r] + own.copies for r, own in enumerate(every)]
+        forwarded = [copied[r] + own.forward + own.gc + own.short for r, own in enumerate(every)]
         first = [forwarded[r] + 0.6 * own.backward for r, own in enumerate(every)]
         ready = [forwarded[r] + own.backward for r, own in enumerate(every)]
         first_over = max(first) + every[0].sum / 2
@@ -188,16 +194,17 @@ def traces(
                     number,
                     begin,
                     end,
-                    fetch=((validated, loaded[rank]),),
+                    fetch=((validated, copied[rank]),),
                     evaluate=((begin, validated),) if own.validation else (),
                     exchange=((asks[rank], answered), (ready[rank], over)),
                     wait=((asks[rank], answered, -1), (ready[rank], over, -1)),
                     serve=(),
                     load=((answered, loaded[rank]),),
-                    forward=((loaded[rank], forwarded[rank]),),
+                    copy=((loaded[rank], copied[rank]),) if own.copies else (),
+                    forward=((copied[rank], forwarded[rank]),),
                     backward=((forwarded[rank], over),),
                     optimizer=((over, end),),
-                    gc=((loaded[rank], loaded[rank] + own.gc),) if own.gc else (),
+                    gc=((copied[rank], copied[rank] + own.gc),) if own.gc else (),
                     save=((validated, paused[rank]),) if own.saving else (),
                     start=((paused[rank], paused[rank] + own.start),) if own.start else (),
                     sum=(
@@ -223,7 +230,7 @@ def write(folder: Path, every: list[Trace]) -> None:
     """Writes the files of a run, as the ranks' recorders do."""
     names = (
         *("fetch", "evaluate", "exchange", "wait", "load", "forward", "backward", "optimizer"),
-        *("save", "start"),
+        *("copy", "save", "start"),
     )
     for trace in every:
         head = {"format": FORMAT, "rank": trace.rank, "world_size": trace.world_size}

@@ -21,6 +21,7 @@ from tests.support.models import Regression, loader, trainer
 from tests.support.worlds import FitWorld
 
 SLOW_S = 0.02
+COPY_S = 0.2
 STEPS = 26
 HOOKS = (
     "on_train_batch_start",
@@ -69,6 +70,35 @@ def test_the_time_of_other_callbacks_is_between(place: int, tmp_path: Path) -> N
     assert found.late_s > 0.8 * len(HOOKS) * SLOW_S
     assert found.parts["between"] > 0.8 * found.late_s
     assert found.costs["network"] < 0.2
+
+
+class Copies(Regression):
+    """Takes its time to bring a batch to the device, on rank 1."""
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        if self.trainer.global_rank == 1:
+            time.sleep(COPY_S)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+def fit_with_slow_copies(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train = trainer("ddp", 2, callbacks=[StepTrace(folder)], val_check_interval=13)
+        train.fit(Copies(), loader(STEPS * 16), loader(16))
+
+
+def test_copies_to_the_device_are_a_part_of_their_own(tmp_path: Path) -> None:
+    """Those of a validation belong to the validation."""
+    FitWorld().run(2, fit_with_slow_copies, tmp_path)
+    for trace in read_folder(tmp_path):
+        assert [len(step.copy) for step in trace.steps] == [1] * STEPS
+        took = [end - begin for step in trace.steps for begin, end in step.copy]
+        assert (min(took) >= COPY_S) == (trace.rank == 1)
+    seen = read(tmp_path)
+    found = judge(seen)
+    assert (found.cause, found.ranks) == ("copies", (1,))
+    assert found.parts["copies"] > 0.8 * found.late_s > 0.6 * COPY_S
 
 
 # ---- one rank ----

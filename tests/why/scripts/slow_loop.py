@@ -4,6 +4,7 @@ FACE is "fabric", "fully_shard", "fsdp" (its first version) or empty, for DDP in
 
 loader      rank 1's loader takes its time (Lightning #20702: DDP is slower than one GPU)
 late        rank 1 computes for longer
+copies      rank 1 brings its batches to the device for longer; Fabric does it
 validation  rank 0 validates, for longer than it takes to train
 saving      rank 0 saves in each step
 """
@@ -34,6 +35,17 @@ class Rows(Dataset[torch.Tensor]):
     def __getitem__(self, row: int) -> torch.Tensor:
         time.sleep(0.05 * is_slow("loader", 1))
         return torch.ones(32)
+
+
+class Batch:
+    """A batch that takes its time to come to a device; Fabric calls `to` of any object."""
+
+    def __init__(self, rows: list[torch.Tensor]) -> None:
+        self.rows = torch.stack(rows)
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        time.sleep(0.05 * is_slow("copies", 1))
+        return self.rows.to(device)
 
 
 class Model(torch.nn.Module):
@@ -72,7 +84,7 @@ def main() -> None:
         fabric.launch()
         optimizer: Any = torch.optim.SGD(model.parameters(), 0.01)
         model, optimizer = fabric.setup(model, optimizer)
-        loader: Any = fabric.setup_dataloaders(DataLoader(Rows()))
+        loader: Any = fabric.setup_dataloaders(DataLoader(Rows(), collate_fn=Batch))
     else:
         dist.init_process_group("gloo")
         model = wrapped(model, os.environ.get("FACE", ""))
