@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dsgd_rank import entering
-from lightning_dsgd_rank.loops import FOLDER, are_wanted
+from lightning_dsgd_rank.loops import are_wanted
+from lightning_dsgd_rank.recorder import FOLDER
 
 _IN_SHARDS = ("ModelParallelStrategy", "FSDPStrategy")
 

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FOLDER = "LIGHTNING_DSGD_TRACE"
+from lightning_dsgd_rank.recorder import FOLDER
+
 STEPS = "LIGHTNING_DSGD_TRACE_STEPS"
 """Is set where steps are to be recorded too; all ranks have it, or none."""
 _FACES = (
