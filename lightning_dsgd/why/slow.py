@@ -26,7 +26,6 @@ _MOSTLY: Final = 0.8
 _LEAST_STARTS: Final = 0.02
 """Starts of loaders that take a smaller share of a step are not told."""
 TRAINER: Final = "trainer"
-_STRATEGIES: Final = ("balanced", "claimed", "wagma", "int8")
 _PASTE: Final = {
     "trainer": {"saving": "ModelCheckpoint(every_n_train_steps=..., ...)    # a larger number"},
     "fabric": {
@@ -251,8 +250,10 @@ def _remedies(
             workers = re.search(r"num_workers=(\d+)", remedy.paste)
             line = paste[remedy.name].format(workers=workers[1] if workers else "")
             remedy = replace(remedy, paste=line)
-        elif face != TRAINER and remedy.name in _STRATEGIES:
-            continue
+        elif face != TRAINER and remedy.is_strategy:
+            if not remedy.is_asked:
+                continue
+            remedy = replace(remedy, paste="")
         elif remedy.name in _UNPASTED.get(face, ()):
             remedy = replace(remedy, paste="")
         written.append(remedy)

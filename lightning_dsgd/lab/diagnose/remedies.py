@@ -127,6 +127,17 @@ _OF_CAUSE: Final = {
     "network": ("int8",),
 }
 """The remedies of a cause, which come before others: the first that is worth it."""
+_WHAT: Final = {
+    "workers": "more loader workers",
+    "pinned": "copy batches from pinned memory while the ranks go on",
+    "shared": "let all ranks validate equal shares",
+    "freeze": "collect no garbage while training",
+    "sorted": "put batches of like length into one step",
+    "lighter": "do less between batches on the late ranks",
+    "mended": "mend what makes these ranks slow, such as heat, other programs, or more work",
+    "cores": "give each rank a core of its own",
+}
+"""What the remedies do that keep DDP, or FSDP."""
 _ONLY_FOR_ITS_CAUSE: Final = ("mended", "cores")
 """Remedies that tell what would be gained, and need other machines."""
 
@@ -152,6 +163,11 @@ class Remedy:
     low: float
     high: float
     is_asked: bool = False
+
+    @property
+    def is_strategy(self) -> bool:
+        """Whether it is a strategy in DDP's place."""
+        return self.name not in _WHAT
 
 
 def chosen(name: str, num_ranks: int) -> Choice:
@@ -205,16 +221,7 @@ def what_of(name: str, num_ranks: int, pieces: int = MOST_PIECES) -> str:
     if name in STRATEGIES:
         why = chosen(name, num_ranks).why.rstrip(".")
         return why[0].lower() + why[1:]
-    return {
-        "workers": "more loader workers",
-        "pinned": "copy batches from pinned memory while the ranks go on",
-        "shared": "let all ranks validate equal shares",
-        "freeze": "collect no garbage while training",
-        "sorted": "put batches of like length into one step",
-        "lighter": "do less between batches on the late ranks",
-        "mended": "mend what makes these ranks slow, such as heat, other programs, or more work",
-        "cores": "give each rank a core of its own",
-    }[name]
+    return _WHAT[name]
 
 
 def remedies(times: Times, verdict: Verdict, asked: Sequence[str] = ()) -> list[Remedy]:
