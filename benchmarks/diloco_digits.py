@@ -35,12 +35,12 @@ SKIPPED = 120
 """Steps before what is sent in a step is looked at: the longest first period."""
 SPECS = (
     "local_sgd:sync_period=1",
-    "local_sgd",
-    "local_sgd:wire_dtype=bfloat16",
-    "local_sgd:wire_dtype=int8",
-    "local_sgd:wire_dtype=int4",
-    "local_sgd:num_fragments=4:overlap_steps=2",
-    "local_sgd:num_fragments=4:overlap_steps=2:wire_dtype=int4",
+    "local_sgd:sync_period=8",
+    "local_sgd:sync_period=8:wire_dtype=bfloat16",
+    "local_sgd:sync_period=8:wire_dtype=int8",
+    "local_sgd:sync_period=8:wire_dtype=int4",
+    "local_sgd:sync_period=8:num_fragments=4:overlap_steps=2",
+    "local_sgd:sync_period=8:num_fragments=4:overlap_steps=2:wire_dtype=int4",
     "diloco:sync_period=8",
     "diloco:sync_period=40",
     "diloco:sync_period=40:outer_momentum=0.5",

@@ -55,7 +55,7 @@ RULES: dict[str, Any] = {
     "wagma": lambda: WAGMA(SIZE, PERIOD),
     "wagma:grace_s=0": lambda: WAGMA(SIZE, PERIOD, grace_s=0.0),
     "wagma:overlap=true": lambda: WAGMA(SIZE, PERIOD, overlap=True),
-    "local_sgd": LocalSGD,
+    "local_sgd": lambda: LocalSGD(8),
     "eager_sgd": EagerSGD,
     "hpsgd": HPSGD,
     "adpsgd": ADPSGD,

@@ -35,7 +35,7 @@ from lightning_dsgd.simulated import SimulatedWorld
 BATCH, HIDDEN, EVERY = 16, 64, 2
 RULES: dict[str, Any] = {
     "allreduce": AllReduce,
-    "local_sgd": LocalSGD,
+    "local_sgd": lambda: LocalSGD(8),
     "wagma": lambda: WAGMA(SIZE, PERIOD),
     "wagma:grace_s=0": lambda: WAGMA(SIZE, PERIOD, grace_s=0.0),
     "wagma:grace_s=0.125": lambda: WAGMA(SIZE, PERIOD, grace_s=0.125),

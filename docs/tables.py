@@ -103,7 +103,7 @@ def decisions_in_short(pages: str) -> str:
     """One row for each answer: situations with the same one are in the same row.
 
     What a situation chooses for SGD was measured with its best learning rate; a choice that was not
-    gives way to the one that keeps DDP's.
+    gives way to the one that keeps DDP's, if there is one.
     """
     rows: dict[tuple[str, ...], list[str]] = {}
     for name in IN_SHORT:
@@ -113,6 +113,8 @@ def decisions_in_short(pages: str) -> str:
         stay = Choice(decisions.FIRST, decisions.DDP, "Nothing here sums gradients in less.")
         with_adam = next((each for each in found if each and each.name in WITH_ADAM), stay)
         with_sgd = here.first if here.first.source else here.choice(decisions.OWN_RATE)
+        if with_sgd is None and here.first.strategy not in decisions.NOT_COMPARED:
+            with_sgd = here.first
         cells = (used(with_adam, pages), used(with_sgd, pages))
         rows.setdefault(cells, []).append(here.short)
     lines = [

@@ -39,7 +39,7 @@ SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
         ["strategies", "local_sgd"],
         None,
         [
-            "lightning_dsgd.DecentralizedStrategy(lightning_dsgd.LocalSGD(sync_period=8, ",
+            "lightning_dsgd.DecentralizedStrategy(lightning_dsgd.LocalSGD(sync_period=2, ",
             "https://arxiv.org/abs/1805.09767",
         ],
     ),
@@ -95,7 +95,7 @@ def test_records_are_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     [one] = json.loads(capsys.readouterr().out)
     assert one in every
     assert one["class"] == "lightning_dsgd.LocalSGD"
-    assert one["hyperparameters"]["sync_period"] == 8
+    assert one["hyperparameters"]["sync_period"] == 2
 
 
 def test_a_recipe_is_copied_and_no_file_of_the_users_lost(

@@ -80,7 +80,7 @@ Weight = tuple[Tensor, Tensor]
 class PeriodicAverage(Algorithm):
     """Averages the weights of all ranks every `sync_period` steps; subclasses set the defaults."""
 
-    sync_period: int = at_least(1, default=8, doc="number of steps from one average to the next")
+    sync_period: int = at_least(1, default=2, doc="number of steps from one average to the next")
     outer_lr: float = above(
         0, default=1.0, doc="learning rate of the outer optimizer, which steps once per average"
     )
@@ -151,14 +151,14 @@ class PeriodicAverage(Algorithm):
             raise ValueError(
                 "num_fragments must be at most sync_period, as one fragment is averaged at a time, "
                 f"got num_fragments={self.num_fragments} with sync_period={self.sync_period}; try "
-                f"num_fragments={self.sync_period}"
+                f"num_fragments={self.sync_period}, or sync_period={self.num_fragments}"
             )
         if self.overlap_steps > (most := self.steps_per_fragment):
             raise ValueError(
                 "overlap_steps must be at most sync_period / num_fragments, as one sum travels at "
                 f"a time, got overlap_steps={self.overlap_steps} with "
                 f"sync_period={self.sync_period} and num_fragments={self.num_fragments}; try "
-                f"overlap_steps={most}"
+                f"overlap_steps={most}, or sync_period={self.overlap_steps * self.num_fragments}"
             )
         if self.average_momentum and self.overlap_steps:
             raise ValueError(

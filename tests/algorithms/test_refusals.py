@@ -41,9 +41,11 @@ REFUSED = {
     "wagma:node_size=auto": "got node_size='auto' (by the launch: not known)",
     "wagma:node_size=3": "node_size must divide world_size, got node_size=3",
     "wagma:node_size=2:group_size=8": "no larger than the number of nodes, got group_size=8",
-    "local_sgd:num_fragments=9": "got num_fragments=9 with sync_period=8; try num_fragments=8",
+    "local_sgd:num_fragments=9": "got num_fragments=9 with sync_period=2; try num_fragments=2, "
+    "or sync_period=9",
     "local_sgd:overlap_steps=9": "overlap_steps must be at most sync_period / num_fragments",
-    "local_sgd:overlap_steps=5:num_fragments=2": "one sum travels at a time",
+    "local_sgd:overlap_steps=5:num_fragments=2": "one sum travels at a time, got overlap_steps=5 "
+    "with sync_period=2 and num_fragments=2; try overlap_steps=1, or sync_period=10",
     "diloco:mixing=0.5": "with overlap_steps of at least 1, got mixing=0.5 with overlap_steps=0",
     "sparse_loco:local_steps=1": "got local_steps=1; set local_steps=30",
 }

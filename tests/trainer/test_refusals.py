@@ -332,7 +332,7 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "algorithms": (
         lambda: make(("no_sync", "local_sgd", "dpsgd")[rank()]),
-        A_STRATEGY + 'strategy="no_sync" with .*on rank 0.*"local_sgd" with sync_period=8.*on rank '
+        A_STRATEGY + 'strategy="no_sync" with .*on rank 0.*"local_sgd" with sync_period=2.*on rank '
         "1.*\"dpsgd\" with topology='ring'.*on rank 2",
     ),
 }

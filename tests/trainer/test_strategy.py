@@ -320,7 +320,7 @@ def fit_with_both_packages() -> tuple[Tensor, Tensor]:
         enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(model, loader())
-    return weights(model), fit_weights("local_sgd", {"options": {"sync_period": 8}})
+    return weights(model), fit_weights("local_sgd", {"options": {"sync_period": 2}})
 
 
 def test_pytorch_lightning_trains_like_lightning() -> None:
