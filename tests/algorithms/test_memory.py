@@ -20,6 +20,7 @@ def test_every_strategy_says_what_memory_it_needs() -> None:
         ("sgp, claimed", 3),
         ("popsgd, on a device", 7),
         ("wagma:grace_s=Infinity", 0),
+        ("wagma:grace_s=Infinity:overlap=true", 3),
         ("wagma:overlap=true:sync_period=10:wire_dtype=int8", 7),  # during a sum
         ("topk_dsa", 2.125),
     ],
