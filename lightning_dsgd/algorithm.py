@@ -96,6 +96,8 @@ class Traits:
             and g are fp32 where the parameters are in half precision
         lockstep: whether every rank waits for every other in every step
         exchange_period: how many steps there are from one exchange with other ranks to the next
+        could_overlap: whether ranks wait for exchanges during which they would train with
+            `overlap=True`, which takes more memory
         counts_gradients: whether the algorithm hands `Conditions.gradient_counts` to `num_active`
             in every round, so that ranks in lockstep agree on which parameters the optimizer steps
         takes_pieces: whether the algorithm, once started, wants to hear of the gradient during the
@@ -122,6 +124,7 @@ class Traits:
     averages_weights: bool = True
     lockstep: bool = False
     exchange_period: int = 1
+    could_overlap: bool = False
     counts_gradients: bool = False
     takes_pieces: bool = False
     sums_units: bool = False

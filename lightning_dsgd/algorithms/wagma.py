@@ -168,6 +168,7 @@ class WAGMA(Algorithm):
         return Traits(
             uses_gradient=self.hierarchical,  # of ranks of the same node
             exchange_period=self.group_period,
+            could_overlap=not (self.overlap or self.paper or self.grace_s == math.inf),
             keeps_updates=not self.paper,
             scales_steps=self.scale_steps,
         )

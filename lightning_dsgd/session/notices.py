@@ -1,7 +1,8 @@
 """What a training would lose in silence: a line each at its start, on the first rank.
 
 A line says what was given, what happens, and what to do.  All are warnings, as another choice
-avoids the loss; how many entries a sparse strategy sends is told in any case.
+avoids the loss.  Two lines are told in any case: how many entries a sparse strategy sends, and what
+a strategy waits for that could train on.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch.optim import Optimizer
@@ -68,7 +69,12 @@ def tell(
     sizes = [len(part.x) for part in parts]
     for text in notices(Facts(algorithm, optimizers, sizes, replica.net.world_size, num_steps)):
         warnings.warn(text, stacklevel=3)
-    for text in engines(algorithm, replica.net, on_device=not is_on_host(parts[0].x)):
+    on_device = not is_on_host(parts[0].x)
+    num_bytes = sum(part.x.nbytes for part in parts)
+    for text in [
+        *engines(algorithm, replica.net, on_device=on_device),
+        *waits(algorithm, replica.net.world_size, num_bytes, on_device=on_device),
+    ]:
         announce(text)
     if isinstance(algorithm, ErrorFeedback):
         sent = sum(algorithm.num_selected_of(size) for size in sizes)
@@ -91,6 +97,29 @@ def engines(algorithm: Algorithm, net: Transport, *, on_device: bool) -> list[st
             carrier += f', and not {net.sum_engine}, as with wire_dtype="float32"'
         texts.append(f'With wire_dtype="{wire_dtype}" {carrier}.')
     return texts
+
+
+def waits(algorithm: Algorithm, num_replicas: int, num_bytes: int, *, on_device: bool) -> list[str]:
+    """Returns what a strategy waits for, where it could train on, and what that would cost.
+
+    Args:
+        algorithm: how the ranks learn from one another
+        num_replicas: how many copies of the model there are
+        num_bytes: of a rank's weights
+        on_device: whether they lie on an accelerator
+    """
+    if not algorithm.traits.could_overlap or num_replicas == 1:
+        return []
+    ahead: Algorithm = replace(algorithm, overlap=True)  # type: ignore[type-var]
+    waiting, training = (
+        each.num_copies(num_replicas, on_device=on_device) for each in (algorithm, ahead)
+    )
+    mb = num_bytes / 1e6
+    return [
+        f'With overlap=False ranks wait in every exchange of strategy="{algorithm.name}" until '
+        f"{mb:.3g} MB of weights are averaged; with overlap=True they train on meanwhile, for "
+        f"{(training - waiting) * mb:.3g} MB more memory."
+    ]
 
 
 def notices(facts: Facts) -> list[str]:

@@ -81,9 +81,10 @@ def fix(net: Any) -> list[list[str]]:
 
 
 def test_groups_that_are_fixed_are_counted() -> None:
-    [(none, some), *_] = NativeWorld().run(4, fix)
+    [(none, (told, waits, said)), *_] = NativeWorld().run(4, fix)
     assert none == []
-    assert some == ["gloo makes the sums of 4 fixed groups too."] * 2  # of `tell`, and of `engines`
+    assert told == said == "gloo makes the sums of 4 fixed groups too."  # `tell`, and `engines`
+    assert "with overlap=True they train on" in waits
 
 
 def warned(num_ranks: int, spec: str, caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -13,7 +13,7 @@ from torch import nn
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.algorithms import make_algorithm
-from lightning_dsgd.session.notices import Facts, notices
+from lightning_dsgd.session.notices import Facts, notices, waits
 from tests.support.faces import FACES, Loop
 from tests.support.fits import Plain, run
 from tests.support.thorough import cases
@@ -68,6 +68,29 @@ def test_each_silent_loss_has_a_line_with_the_way_out(
     (alone,) = notices(Facts(*facts, num_replicas=1, num_steps=num_steps))
     assert "got one rank" in alone
     assert "start several" in alone
+
+
+@pytest.mark.parametrize(
+    ("spec", "more_mb", "more_on_a_device"),
+    [
+        ("wagma", "2", "8"),
+        ("wagma:wire_dtype=int8:scale_steps=true", "2", "8"),
+        ("wagma:node_size=4", "0.5", "2"),  # of a shard
+        *(("wagma:overlap=true", "", ""), ("wagma:grace_s=Infinity", "", "")),
+        *(("wagma:paper=true", "", ""), ("allreduce", "", ""), ("sgp", "", "")),
+    ],
+)
+def test_what_ranks_wait_for_is_told_with_what_it_would_cost_not_to(
+    spec: str, more_mb: str, more_on_a_device: str
+) -> None:
+    for on_device, more in ((False, more_mb), (True, more_on_a_device)):
+        lines = waits(make_algorithm(spec), 8, 2_000_000, on_device=on_device)
+        assert len(lines) == bool(more)
+        assert all(
+            "until 2 MB of weights are averaged; with overlap=True" in line for line in lines
+        )
+        assert all(f"for {more} MB more memory" in line for line in lines)
+    assert waits(make_algorithm(spec), 1, 2_000_000, on_device=False) == []
 
 
 class WithAdam(Plain):
