@@ -121,7 +121,7 @@ def push_on(
     """Adds random updates, or descends on a quadratic where there is a learning rate."""
     draw = torch.Generator().manual_seed(net.rank)
     rank = Rank(net, make_algorithm(spec), target(net.rank).to(dtype))
-    own, least, largest = rank.x.double(), 1.0, 0.0
+    own, least, largest = rank.x.to(torch.float64, copy=True), 1.0, 0.0
     for _ in range(count):
         update = torch.randn(N, generator=draw).to(dtype)
         if lr is not None:
@@ -177,6 +177,27 @@ def test_a_push_weight_has_a_lower_bound_on_every_schedule(seed: int) -> None:
         latency_s=chance.choice([0.001, 0.1, 1.0]),
     )
     assert least >= least_push_weight(num_peers, overlap) * (1 - 1e-9)
+    assert off <= 10 * torch.finfo(dtype).eps * largest
+
+
+@pytest.mark.parametrize("seed", tries(20, fast=4))
+def test_where_nothing_bounds_the_push_weight_the_mean_is_off_by_rounding_alone(seed: int) -> None:
+    """8 ranks, one of them without batches: on random graphs, and with `paper=True`."""
+    chance = random.Random(seed)
+    spec = chance.choice(
+        [
+            *("sgp:topology=random", "sgp:topology=random_exponential:overlap=2"),
+            *(f"sgp:paper=true:overlap={overlap}" for overlap in (2, 5)),
+        ]
+    )
+    dtype = chance.choice([torch.float32, torch.float64])
+    off, _, largest = push_all(
+        spec,
+        [0, *(chance.choice([1, 10, 20, 60]) for _ in range(7))],
+        [chance.choice([0.01, 0.1, 0.1, 1.0, 10.0]) for _ in range(8)],
+        dtype,
+        latency_s=chance.choice([0.001, 0.1, 1.0]),
+    )
     assert off <= 10 * torch.finfo(dtype).eps * largest
 
 
