@@ -27,6 +27,8 @@ COMBINATIONS = (
     ("3.11", "2.13.0", "2.6.0"),
     ("3.11", "2.13.0", "2.6.6"),
     ("3.11", "2.14.1", "2.6.6"),
+    ("3.11", "2.15.0", "2.6.6"),
+    ("3.13", "2.15.0", "2.6.6"),
 )
 """Python, torch and Lightning: the oldest and newest that pyproject.toml admits, and between."""
 RESULT = "docs/results/getting_started/versions.json"
