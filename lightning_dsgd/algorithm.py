@@ -68,6 +68,8 @@ class Conditions:
             only for an algorithm that has `num_layer_fragments`
         is_whole: whether x is all that the replica trains, and not one of its parts or a shard
         goes_on: whether the others go on where a rank is lost
+        look: brings x up to date where x is a copy of the parameters; an algorithm that
+            `looks_itself` calls it
     """
 
     ranks_per_node: int | None = None
@@ -80,6 +82,7 @@ class Conditions:
     fragments: tuple[int, ...] = ()
     is_whole: bool = True
     goes_on: bool = False
+    look: Callable[[], None] = lambda: None
 
 
 ORDINARY: Final = Conditions()
@@ -116,6 +119,8 @@ class Traits:
         scales_steps: whether the optimizer's steps are to be scaled: see `primitives.step_scaling`
         engine_takes_rounded: whether the network's engine, such as NCCL, carries what a
             `wire_dtype` has rounded; else messages do
+        looks_itself: whether the algorithm calls `Conditions.look` in `before_update`, before it
+            reads or changes x there; if not, x is up to date there in every step
         num_layer_fragments: into how many `Conditions.fragments` x is to be laid out; 0: as the
             module has it
     """
@@ -134,6 +139,7 @@ class Traits:
     weighs_samples: bool = False
     scales_steps: bool = False
     engine_takes_rounded: bool = False
+    looks_itself: bool = False
     num_layer_fragments: int = 0
 
 

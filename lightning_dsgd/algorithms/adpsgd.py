@@ -64,7 +64,7 @@ class ADPSGD(Algorithm):
 
     @property
     def traits(self) -> Traits:
-        return Traits(scales_steps=self.scale_steps)
+        return Traits(scales_steps=self.scale_steps, looks_itself=True)
 
     def num_copies(
         self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
@@ -82,6 +82,7 @@ class ADPSGD(Algorithm):
     def before_update(self, x: Tensor, g: Tensor) -> None:
         self._begin(x)
         if self.has_settled:  # since then, others may have put something else into x
+            self.conditions.look()
             self.published.publish(x)
             self.has_settled = False
 
@@ -111,6 +112,7 @@ class ADPSGD(Algorithm):
         """Publishes the first weights, after a resume has restored its state."""
         if self.lane is None and self.neighbours:
             self.x = x
+            self.conditions.look()
             self.published = publication_of(self.net, x)
             self.like = rounding.encode(x[:0], self.wire_dtype)
             serve = self._ask if self.asks else self._answer

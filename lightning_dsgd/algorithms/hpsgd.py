@@ -125,7 +125,7 @@ class HPSGD(Algorithm):
 
     @property
     def traits(self) -> Traits:
-        return Traits(weighs_samples=True, scales_steps=self.scale_steps)
+        return Traits(weighs_samples=True, scales_steps=self.scale_steps, looks_itself=True)
 
     def num_copies(
         self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
@@ -159,6 +159,7 @@ class HPSGD(Algorithm):
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         if self.is_at_rest:
+            self.conditions.look()
             self._begin(x)
 
     def after_update(self, x: Tensor) -> None:

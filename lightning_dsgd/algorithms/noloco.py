@@ -59,7 +59,9 @@ class NoLoCo(Algorithm):
 
     @property
     def traits(self) -> Traits:
-        return Traits(exchange_period=self.sync_period, scales_steps=self.scale_steps)
+        return Traits(
+            exchange_period=self.sync_period, scales_steps=self.scale_steps, looks_itself=True
+        )
 
     def num_copies(
         self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
@@ -85,6 +87,7 @@ class NoLoCo(Algorithm):
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         if self.outer.model is None or not (self.version or self.steps_since):
+            self.conditions.look()
             self.outer.begin(x)
 
     def after_update(self, x: Tensor) -> None:

@@ -128,6 +128,7 @@ class PopSGD(Algorithm):
             exchange_period=self.local_steps,
             scales_steps=self.scale_steps,
             engine_takes_rounded=True,
+            looks_itself=True,
         )
 
     def num_copies(
@@ -226,6 +227,7 @@ class PopSGD(Algorithm):
     def _begin(self, x: Tensor) -> None:
         """Publishes the first weights, after a resume has restored its state."""
         if self.lane is None and not self.blocking and self.net.world_size > 1:
+            self.conditions.look()
             self.lane = _Averager(self, x)
 
     def stop(self) -> None:

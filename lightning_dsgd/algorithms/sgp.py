@@ -124,6 +124,7 @@ class SGP(Algorithm):
             follows_time=self.overlap > 0 or self.scale_steps,
             scales_steps=self.scale_steps,
             engine_takes_rounded=True,
+            looks_itself=True,
         )
 
     def num_copies(
@@ -178,6 +179,7 @@ class SGP(Algorithm):
     def _put_aside(self, x: Tensor) -> None:
         """Keeps (w - 1) z aside: x after the update is that plus z after the update."""
         if self.w != 1 and self.pusher is not None:
+            self.conditions.look()
             self.aside = torch.empty_like(x) if self.aside is None else self.aside
             torch.mul(x, self.w - 1, out=self.aside)
 

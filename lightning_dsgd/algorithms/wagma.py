@@ -171,6 +171,7 @@ class WAGMA(Algorithm):
             could_overlap=not (self.overlap or self.paper or self.grace_s == math.inf),
             keeps_updates=not self.paper,
             scales_steps=self.scale_steps,
+            looks_itself=True,
         )
 
     def num_copies(

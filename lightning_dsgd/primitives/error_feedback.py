@@ -125,6 +125,7 @@ class ErrorFeedback(Algorithm):
             holds_back=True,
             weighs_samples=True,
             scales_steps=self.scale_steps,
+            looks_itself=True,
         )
 
     def num_copies(
@@ -160,6 +161,8 @@ class ErrorFeedback(Algorithm):
     def before_update(self, x: Tensor, g: Tensor) -> None:
         if not self.exchanges_gradients:
             self.step += 1
+            if not self.steps_since:
+                self.conditions.look()
             self.begin_local_steps(x)
             return
         counts = self.conditions.gradient_counts

@@ -128,6 +128,7 @@ class PeriodicAverage(Algorithm):
             follows_time=self.scale_steps,
             weighs_samples=True,
             scales_steps=self.scale_steps,
+            looks_itself=True,
             num_layer_fragments=self.num_fragments if self.fragments == "layers" else 0,
         )
 
@@ -203,6 +204,7 @@ class PeriodicAverage(Algorithm):
         # Until the first step and the first round, training begins with x as it is.
         is_untouched = not self.round and not self.steps_since_sync
         if self.outer is not None and (self.outer.model is None or is_untouched):
+            self.conditions.look()
             self.outer.begin(x)
 
     def after_update(self, x: Tensor) -> None:

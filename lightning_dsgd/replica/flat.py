@@ -114,6 +114,7 @@ class FlatParameters:
         self._x_views = self.views(self.x)
         self._g: Tensor | None = None
         self._g_views: list[Tensor] = []
+        self._is_open = False
         for gap in self.x.split_with_sizes(self._split)[1::2]:
             gap.zero_()
         self._move_in()
@@ -263,6 +264,27 @@ class FlatParameters:
         ]
         for (parameter, view), value in zip(moved, values, strict=True):
             parameter.data = view.copy_(value)
+
+    def open(self) -> None:
+        """Brings x up to date, where it is a copy of the parameters, before x is used."""
+        if not self._is_open:
+            self.pull()
+            self._is_open = True
+
+    def close(self) -> None:
+        """Has the parameters follow x, if x has been opened."""
+        if self._is_open:
+            self.push()
+            self._is_open = False
+
+    def publish(self) -> None:
+        """Has the parameters follow x, to which something has been written."""
+        self._is_open = True
+        self.close()
+
+    def thinned(self, step: int) -> Tensor:
+        """Returns one of `step` entries of x, up to date; the tensor may be a view of x."""
+        return self.x[::step]
 
     def pull(self) -> None:
         """Puts the parameters' values into x, if the parameters do not lie in x."""

@@ -175,13 +175,14 @@ class UpdatesKept:
 
     Attributes:
         share: the share at the last consensus; None before the first consensus or update
+        every: how many entries of x there are for each that is measured
     """
 
     share: float | None
 
     def __init__(self, x: Tensor) -> None:
         self._len = len(x)
-        self._every = max(1, len(x) // NUM_MEASURED)
+        self.every = max(1, len(x) // NUM_MEASURED)
         self.begin(x)
 
     def begin(self, x: Tensor) -> None:
@@ -191,13 +192,13 @@ class UpdatesKept:
         self._updates = torch.zeros_like(self._begin)  # all ranks', until the last consensus
         self._start_counting()
 
-    def update_begins(self, x: Tensor) -> None:
-        """Notes the weights; the optimizer is about to step."""
-        self._before = self._some_of(x)
+    def update_begins(self, some: Tensor) -> None:
+        """Notes one of `every` weights; the optimizer is about to step."""
+        self._before = self._wide(some)
 
-    def update_ends(self, x: Tensor) -> None:
+    def update_ends(self, some: Tensor) -> None:
         """Adds up the step that the optimizer has made."""
-        self._mine += self._some_of(x) - self._before
+        self._mine += self._wide(some) - self._before
         self._num_mine += 1
 
     def measure(self, net: Transport, consensus: Tensor, team_size: int) -> None:
@@ -231,8 +232,12 @@ class UpdatesKept:
         self._num_mine = 0
 
     def _some_of(self, x: Tensor) -> Tensor:
-        wide = torch.float64 if devices.has_doubles(x.device) else torch.float32
-        return x[:: self._every].to(wide, copy=True)
+        return self._wide(x[:: self.every])
+
+    @staticmethod
+    def _wide(some: Tensor) -> Tensor:
+        wide = torch.float64 if devices.has_doubles(some.device) else torch.float32
+        return some.to(wide, copy=True)
 
 
 class Saved:

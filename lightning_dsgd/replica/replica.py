@@ -162,6 +162,7 @@ class Replica:
             parameters_in=weights.parameters_in if self._holds_all else None,
             fragments=bounds,
             goes_on=self.goes_on,
+            look=weights.open,
         )
         algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x, conditions)
         return algorithm
@@ -177,27 +178,35 @@ class Replica:
         equal.  A resume under way has restored each rank's own, and these stay.
         """
         if list(map(id, flat.trainable(optimizer))) != self._trained[id(optimizer)]:
+            is_resuming = self._to_load.waits
+            for part in [] if is_resuming else self.parts:
+                part.weights.open()
             self._copy()
             settle_together(self.parts, wait=self.settles_whole)
             for part in self._parts[id(optimizer)]:
-                if self._to_load.waits:
+                if is_resuming:
                     part.stop()
                 else:
                     part.finish()
-            if not self._to_load.waits:  # an optimizer may train now what a step has changed
+            if not is_resuming:  # an optimizer may train now what a step has changed
                 make_alike(self.net, self._untrained())
             self._build(optimizer)
         parts = self._parts[id(optimizer)]
         for part in parts:
             if not part.weights.is_intact():
                 part.weights.refresh()
-            part.weights.pull()
         return parts
 
     def _publish(self, parts: Sequence[Part]) -> None:
         """Has the module compute with x as it is now."""
         for part in parts:
-            part.weights.push()
+            part.weights.publish()
+        self._layout.reshard()
+
+    def _close(self, parts: Sequence[Part]) -> None:
+        """Has the module compute with x where an algorithm has looked at it."""
+        for part in parts:
+            part.weights.close()
         self._layout.reshard()
 
     @property
@@ -220,6 +229,7 @@ class Replica:
     def synchronize(self) -> None:
         """Gives every rank the weights and buffers of rank 0, as a fresh start needs."""
         for part in self.parts:
+            part.weights.open()
             self.net.broadcast(part.x, src=0).wait()
         give(self.net, self._untrained(), 0)
         give(self._everyone, self.module.buffers(), 0)
@@ -243,18 +253,28 @@ class Replica:
         """Gathers the gradients where the algorithm wants them, and calls the algorithm."""
         if self._to_load.waits:
             self.follow()
+            for part in self.parts:
+                part.weights.open()
             self._to_load.give(self.parts)
         watch = self.net.counters.watch
         with nullcontext() if watch is None else exchanging(watch, self.net.now):
             parts = self._parts_of(optimizer)
+            for part in parts:
+                if self._must_look(part):
+                    part.weights.open()
             self._copy()
             for part in parts:
                 self._before_update(part)
-                part.kept.update_begins(part.x)
+                part.kept.update_begins(part.weights.thinned(part.kept.every))
                 if self._scales_steps:
                     part.scaling.update_begins(part.x, part.decays())
-            self._publish(parts)
+            self._close(parts)
         self._num_steps += 1  # not before: it may be made again after a loss
+
+    def _must_look(self, part: Part) -> bool:
+        """Returns whether x must be up to date before an update, whatever the algorithm does."""
+        looks = not part.algorithm.traits.looks_itself
+        return looks or self._scales_steps or self.goes_on
 
     def _before_update(self, part: Part) -> None:
         traits = part.algorithm.traits
@@ -281,6 +301,8 @@ class Replica:
         watch = self.net.counters.watch
         with nullcontext() if watch is None else exchanging(watch, self.net.now):
             parts = self._parts_of(optimizer)
+            for part in parts:
+                part.weights.open()
             self._copy()
             if self._scales_steps:
                 for part in parts:
@@ -289,10 +311,10 @@ class Replica:
             for part in parts:
                 if self._check_finite:
                     part.require_finite(part.x, "weight", self.net.job_rank, self._num_steps)
-                part.kept.update_ends(part.x)
+                part.kept.update_ends(part.weights.thinned(part.kept.every))
                 part.algorithm.after_update(part.x)
             self._has_sums = False
-            self._publish(parts)
+            self._close(parts)
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -352,7 +374,7 @@ class Replica:
         """
         if self._stash is None and not self._is_finished:
             for part in self.parts:
-                part.weights.pull()
+                part.weights.open()
             self._copy()
             settle_together(self.parts, wait=self.settles_whole)
             self._publish(self.parts)
@@ -381,7 +403,7 @@ class Replica:
         for part in self.parts:
             if not part.weights.is_intact():
                 part.weights.refresh()
-            part.weights.pull()
+            part.weights.open()
         make_alike(self.net, [part.x for part in self.parts] + self._untrained())
         buffers = differing(self._everyone, list(self.module.buffers()))
         means = average(self._everyone, buffers, floats=self._average_buffers)

@@ -10,7 +10,8 @@ nothing, and a sum of corrections would lose updates.  In x nothing is lost.  Wh
 loses by its own rounding of p is lost on one device, too.
 
 Memory: 4 bytes for each weight; algorithms keep and send fp32 then (`wire_dtype` rounds what they
-send, and keeps the rest).  Three passes over x around each turn of an algorithm.
+send, and keeps the rest).  A pass over x before a turn of an algorithm that looks at x, and one
+after it; before an update only few algorithms look (`Traits.looks_itself`).
 """
 
 from __future__ import annotations
@@ -61,9 +62,15 @@ class WideParameters(FlatParameters):
         self.home.pull()
         pieces = torch.split(self.x, _PIECE), torch.split(self.home.x, _PIECE)
         for x, p in zip(*pieces, strict=True):
-            before = x.to(p.dtype)
-            change = p.float().sub_(before).masked_fill_(p == before, 0)
-            x.add_(change).masked_fill_((p == 0) & (before != 0), 0)
+            follow_plainly(x, p)
+
+    def thinned(self, step: int) -> Tensor:
+        """Returns one of `step` entries of x, as `pull` would leave them."""
+        if self._is_open:
+            return super().thinned(step)
+        x = self.x[::step].clone()
+        follow_plainly(x, self.home.thinned(step))
+        return x
 
     def push(self) -> None:
         """Rounds x into the parameters."""
@@ -77,3 +84,10 @@ class WideParameters(FlatParameters):
 
     def _as_gradient(self, parameter: Parameter, view: Tensor) -> Tensor:
         return view.to(parameter.dtype)
+
+
+def follow_plainly(x: Tensor, p: Tensor) -> None:
+    """Adds to x by how much p has changed since p was x rounded."""
+    before = x.to(p.dtype)
+    change = p.float().sub_(before).masked_fill_(p == before, 0)
+    x.add_(change).masked_fill_((p == 0) & (before != 0), 0)

@@ -184,6 +184,12 @@ class CopiedParameters(FlatParameters):
         for parameter, view in zip(self.parameters, self._x_views, strict=True):
             local(parameter).copy_(view)
 
+    def thinned(self, step: int) -> Tensor:
+        """Returns one of `step` entries of x, up to date."""
+        if not self._is_open:
+            self.pull()
+        return super().thinned(step)
+
     def is_intact(self) -> bool:
         """Returns whether `refresh` has nothing to do."""
         return True
