@@ -189,6 +189,7 @@ class Replica:
                 else:
                     part.finish()
             if not is_resuming:  # an optimizer may train now what a step has changed
+                self._publish(self.parts)
                 make_alike(self.net, self._untrained())
             self._build(optimizer)
         parts = self._parts[id(optimizer)]

@@ -151,3 +151,22 @@ def test_nothing_is_done_of_all_weights_before_an_update(spec: str) -> None:
     for found in FakeWorld(timeout_s=30).run(2, passes, spec):
         assert [before for before, _ in found[1:]] == [0] * 7
         assert all(after >= 2 for _, after in found)
+
+
+def frozen(net: Any) -> list[Tensor]:
+    """The first layer's weights, which are frozen after some steps of the ranks' own."""
+    digits = Digits(net, "local_sgd:sync_period=8", torch.bfloat16)
+    for _ in range(3):
+        digits.step()
+    digits.optimizer.zero_grad()
+    for p in list(digits.model.parameters())[:2]:
+        p.requires_grad_(False)
+    digits.step()
+    digits.replica.stop()
+    return digits.weights()[:2]
+
+
+def test_what_is_frozen_is_the_same_on_all_ranks() -> None:
+    first, *others = SimulatedWorld(P).run(frozen)
+    for other in others:
+        assert all(map(torch.equal, other, first))
