@@ -31,8 +31,12 @@ it: it is an all-reduce.  Nothing else is agreed, and no message says "now".  By
    leaves the same bits everywhere: W_0, W_1, ... is one sequence.  No rank is two switches ahead
    of another.
 2. *Each update once.*  A step lies between two consecutive switches of its rank: in one [s].
-3. *No trainer waits.*  It only checks.  A round takes t_sync after the slowest rank's hand-over, so
-   the number of steps in [s] follows t_sync / t_train, on each rank separately.
+3. *No trainer waits for another rank.*  It only checks.  A round takes t_sync after the slowest
+   rank's hand-over, so the number of steps in [s] follows t_sync / t_train, on each rank
+   separately.
+
+A trainer waits for its own device, though: the host is at most one step ahead of it.  Else it would
+queue steps without a bound while a kernel is slow, and count them as made.
 
 **Standing still.**  A rank that stops (`settle`) merges what is in flight, hands over what is
 left, and continues to hand over, with nothing added, whenever it has merged.  Each round first
@@ -60,8 +64,8 @@ With a `wire_dtype` the updates since the last switch are sent rounded, and what
 sent the next time (`primitives/quantised.py`).  The last round sends all of it, unrounded, so the
 global model contains every update.  Not in the paper.
 
-No training step waits; with `max_local_steps` a rank waits for the sum in flight once it has made
-so many steps.  Sends 2(P-1)/P |x| and three integers per synchronisation.
+No training step waits for another rank; with `max_local_steps` a rank waits for the sum in flight
+once it has made so many steps.  Sends 2(P-1)/P |x| and three integers per synchronisation.
 """
 
 from __future__ import annotations
@@ -74,9 +78,11 @@ from torch import Tensor
 
 from lightning_dsgd.agreement import average, weigh
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
+from lightning_dsgd.devices import PASSED, Mark, port_of
 from lightning_dsgd.hyperparameters import above, at_least, setting
 from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step_scaling
 from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
+from lightning_dsgd.primitives.own_device import await_mark
 from lightning_dsgd.primitives.rounds import Rounds
 from lightning_dsgd.transport import Transport
 
@@ -150,6 +156,7 @@ class HPSGD(Algorithm):
         is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.residual is None
         self.outer = None if is_plain else OuterOptimizer(self.outer_lr, self.outer_momentum)
         self.num_local_steps = 0  # since the last switch
+        self.made: Mark = PASSED  # behind the last step
         self.samples = self.no_samples()
         self.num_syncs = self.num_synced_steps = 0
         outer_optimizer.warn_of_rates(net, self, "max_local_steps", nesterov=True)
@@ -164,6 +171,8 @@ class HPSGD(Algorithm):
 
     def after_update(self, x: Tensor) -> None:
         self.rounds.check()
+        await_mark(self.net, self.made)
+        self.made = port_of(x.device).mark()
         self.num_local_steps += 1
         self.samples += self.weight
         if self.rounds.num_under_way:

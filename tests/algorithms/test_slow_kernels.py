@@ -171,3 +171,29 @@ def test_nobody_waits_for_a_slow_kernel_of_another_rank(spec: str) -> None:
 
 def test_no_update_is_lost_where_all_wait_for_the_slow_kernel() -> None:
     check(FakeWorld(timeout_s=20.0), "sgp", all_wait=True)
+
+
+def steps_ahead(net: Any, fake: FakeDevice, spec: str) -> list[bool]:
+    """Of each step, whether the device has made the step before when the host goes on."""
+    x = torch.zeros(64, dtype=torch.float64).to(fake.device)
+    algorithm, found = make_algorithm(spec), []
+    algorithm.start(net.sub("algorithm"), x)
+    before = fake.mark()
+    for _ in range(STEPS):
+        g = torch.ones_like(x)
+        algorithm.before_update(x, g)
+        fake.spin(0.05)
+        x -= g
+        made = fake.mark()
+        algorithm.after_update(x)
+        found.append(before.has_passed())
+        before = made
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return found
+
+
+@cases("spec", now=["hpsgd"], later=["wagma", "wagma:overlap=true", "adpsgd", "popsgd"])
+def test_no_host_is_more_than_a_step_ahead_of_its_device(spec: str) -> None:
+    for found in FakeWorld(timeout_s=20.0).run(2, steps_ahead, spec):
+        assert all(found), found
