@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import socket
 import threading
 import time
@@ -45,6 +46,10 @@ LONGEST_PAUSE_S: Final = 1e-3
 
 COLLECTIVES: Final = {"cuda": "nccl", "xpu": "xccl"}
 """The library that sums tensors of all ranks, for each type of device that has one."""
+
+CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""The variable that says how many hardware queues CUDA makes for a process; unset: 8."""
+_MOST_CONNECTIONS: Final = 32
 
 T = TypeVar("T")
 
@@ -239,6 +244,46 @@ def integers(values: Sequence[int], device: torch.device) -> Tensor:
     into = torch.empty_like(x, device=device)
     port.copy(into, pinned)
     return into
+
+
+# ---- hardware queues ----
+
+
+def take_queues(device: torch.device) -> None:
+    """Has CUDA make all hardware queues that it can, where the variable is unset.
+
+    Streams share queues where there are more streams, and what is queued on one then waits for a
+    slow kernel on another.  A rank has nine streams and more.
+
+    CUDA reads the variable once, when a process first uses it; after that nothing is set.  Torch
+    knows only of what torch has done: where other code has used CUDA before, the variable is set
+    here, and has no effect.
+    """
+    is_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if device.type == "cuda" and not is_in_use:
+        os.environ.setdefault(CONNECTIONS, str(_MOST_CONNECTIONS))
+
+
+def shared_queue(device: torch.device) -> str:
+    """Returns a warning where all streams of a rank share one hardware queue; else nothing."""
+    if device.type != "cuda" or os.environ.get(CONNECTIONS) != "1":
+        return ""
+    return (
+        f"{CONNECTIONS} must be above 1 for a strategy's background threads to work beside the "
+        "training, got 1: what they queue waits for the training's kernels, and other ranks for "
+        f"them; leave {CONNECTIONS} out, or set it to {_MOST_CONNECTIONS}, before the ranks start"
+    )
+
+
+def few_queues(device: torch.device) -> str:
+    """Returns a line where CUDA was in use before `take_queues` could set the variable."""
+    if device.type != "cuda" or CONNECTIONS in os.environ:
+        return ""
+    return (
+        f"CUDA was in use before the strategy could set {CONNECTIONS}, so it has 8 hardware "
+        f"queues, which some streams share; set {CONNECTIONS}={_MOST_CONNECTIONS} where the ranks "
+        "are started."
+    )
 
 
 # ---- waiting ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import tokenize
 from pathlib import Path
@@ -42,6 +43,29 @@ def test_no_other_module_knows_of_accelerators() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
     for line in ("x.is_cuda", "torch.cuda.synchronize()", 'x.to("cuda")', "torch.accelerator.f()"):
         assert tells(line)
+
+
+# ---- hardware queues ----
+def test_queues_are_asked_for_only_where_that_has_an_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = torch.device("cuda", 0)
+    for device, is_used, given, becomes in (
+        (cuda, False, None, "32"),
+        (cuda, False, "1", "1"),
+        (cuda, True, None, None),
+        (torch.device("cpu"), False, None, None),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda is_used=is_used: is_used)
+        monkeypatch.delenv(devices.CONNECTIONS, raising=False)
+        if given is not None:
+            monkeypatch.setenv(devices.CONNECTIONS, given)
+        devices.take_queues(device)
+        assert os.environ.get(devices.CONNECTIONS) == becomes
+        is_cuda = device == cuda
+        assert bool(devices.shared_queue(device)) == (is_cuda and becomes == "1")
+        assert bool(devices.few_queues(device)) == (is_cuda and becomes is None)
+    monkeypatch.delenv(devices.CONNECTIONS, raising=False)
 
 
 # ---- on a GPU ----

@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.devices import is_on_host
+from lightning_dsgd.devices import few_queues, is_on_host, shared_queue
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.primitives.quantised import LEAST_PIECE
 from lightning_dsgd.session.session import Session
@@ -69,11 +69,16 @@ def tell(
     sizes = [len(part.x) for part in parts]
     for text in notices(Facts(algorithm, optimizers, sizes, replica.net.world_size, num_steps)):
         warnings.warn(text, stacklevel=3)
-    on_device = not is_on_host(parts[0].x)
+    x, num_replicas = parts[0].x, replica.net.world_size
+    if num_replicas > 1 and (text := shared_queue(x.device)):
+        warnings.warn(text, stacklevel=3)
+    if num_replicas > 1 and (text := few_queues(x.device)):
+        announce(text)
     num_bytes = sum(part.x.nbytes for part in parts)
+    on_device = not is_on_host(x)
     for text in [
         *engines(algorithm, replica.net, on_device=on_device),
-        *waits(algorithm, replica.net.world_size, num_bytes, on_device=on_device),
+        *waits(algorithm, num_replicas, num_bytes, on_device=on_device),
     ]:
         announce(text)
     if isinstance(algorithm, ErrorFeedback):

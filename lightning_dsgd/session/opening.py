@@ -91,6 +91,7 @@ class Opening:
         """Opens the network; names a rank that does not open it, if the ranks met by themselves."""
         rendezvous = self._rendezvous
         open_transport = partial(self._open_transport, world_size, device)
+        devices.take_queues(device)
         port_of(device).enter()  # in plain PyTorch nobody may have done so
         if rendezvous is None:
             return self._tell(open_transport())

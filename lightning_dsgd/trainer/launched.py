@@ -58,6 +58,8 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
             lightnings: Any = self
             own = [devices.present(each) for each in lightnings.parallel_devices]
             lightnings.parallel_devices = own
+        for device in self.parallel_devices or []:  # ranks that are started from here have it too
+            devices.take_queues(device)
         check_launch(self.cluster_environment, self.num_nodes, self.num_processes)
         self._start_method = start_method(
             self.cluster_environment, self._start_method, is_chosen=self._has_start_method

@@ -7,6 +7,7 @@ So whoever waits for it waits for ever, and the network's time-out says where.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from typing import Any
 
@@ -78,10 +79,19 @@ def least_and_most(spec: str) -> tuple[int, int]:
     return (1, P * STEPS * PHASES) if spec.startswith("adpsgd") else (0, 0)
 
 
-def train(net: Any, fake: FakeDevice, spec: str, all_wait: bool) -> dict[str, Any]:
+def train(
+    net: Any, fake: FakeDevice, spec: str, all_wait: bool, limit_s: float = math.inf
+) -> dict[str, Any]:
     """What has become of this rank's updates, and the algorithm's figures.
 
     Where all wait for each other, the kernel ends once the others come to the same step.
+
+    Args:
+        net: the network
+        fake: the rank's device
+        spec: the algorithm
+        all_wait: whether all wait for each other
+        limit_s: after how long the kernel ends where the others wait for it
     """
     x = torch.zeros(64, dtype=torch.float64).to(fake.device)
     algorithm, slow = make_algorithm(spec), slow_ranks(spec)
@@ -89,13 +99,17 @@ def train(net: Any, fake: FakeDevice, spec: str, all_wait: bool) -> dict[str, An
     gates = [threading.Event() for _ in range(PHASES)]
     before: list[int] = []
     meanwhile: list[int] = []
+    waited: list[bool] = []
 
     def open_gates(lane_net: Any) -> None:
         for gate in gates if net.rank in slow else ():
-            for other in others:
-                lane_net.recv(EMPTY, other).wait()
+            come = [lane_net.recv(EMPTY, other) for other in others]
+            have_come = until(lambda come=come: all(c.done() for c in come), limit_s, net.check)
+            waited.append(not have_come)
             meanwhile.append(exchanges())
             gate.set()
+            for each in come:
+                each.wait()
 
     def exchanges() -> int:
         return num_exchanges(algorithm) - before[-1]
@@ -128,7 +142,7 @@ def train(net: Any, fake: FakeDevice, spec: str, all_wait: bool) -> dict[str, An
             applied += g
             x -= g
             algorithm.after_update(x)
-        if net.rank in others:
+        if net.rank in others and limit_s == math.inf:
             assert until(lambda: is_served(algorithm), 20.0, net.check)
             meanwhile.append(exchanges())
         if not all_wait:
@@ -136,6 +150,7 @@ def train(net: Any, fake: FakeDevice, spec: str, all_wait: bool) -> dict[str, An
         algorithm.settle(x)
     found = {
         "meanwhile": meanwhile,
+        "waited": waited,
         "made": made.cpu(),
         "applied": applied.cpu(),
         **algorithm.metrics(),
@@ -197,3 +212,29 @@ def steps_ahead(net: Any, fake: FakeDevice, spec: str) -> list[bool]:
 def test_no_host_is_more_than_a_step_ahead_of_its_device(spec: str) -> None:
     for found in FakeWorld(timeout_s=20.0).run(2, steps_ahead, spec):
         assert all(found), found
+
+
+# ---- where streams share hardware queues ----
+
+
+WAITING = [spec for spec in SPECS if spec != "hpsgd"]
+GOING_ON = ["hpsgd", "wagma:overlap=true"]
+"""Their sums wait, and no training thread waits for a sum."""
+
+
+def have_waited(spec: str, num_queues: int | None, limit_s: float) -> bool:
+    """Whether the other ranks waited for the slow rank's kernel, for so long."""
+    world = FakeWorld(timeout_s=30.0, num_queues=num_queues)
+    ranks = world.run(P, train, spec, False, limit_s)
+    return any(waited for rank in ranks for waited in rank["waited"])
+
+
+@cases("spec", now=WAITING[:1], later=WAITING[1:])
+def test_with_one_hardware_queue_ranks_wait_for_the_kernel_of_another(spec: str) -> None:
+    """What the slow rank's lane queues comes behind the kernel."""
+    assert have_waited(spec, 1, limit_s=3.0)
+
+
+@cases("spec", now=[], later=GOING_ON)
+def test_with_one_hardware_queue_some_still_go_on(spec: str) -> None:
+    assert not have_waited(spec, 1, limit_s=20.0)

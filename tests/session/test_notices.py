@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import nn
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.algorithms import make_algorithm
-from lightning_dsgd.session.notices import Facts, notices, waits
+from lightning_dsgd.devices import CONNECTIONS
+from lightning_dsgd.session.notices import Facts, notices, tell, waits
 from tests.support.faces import FACES, Loop
 from tests.support.fits import Plain, run
 from tests.support.thorough import cases
@@ -117,3 +119,32 @@ def test_the_lines_stand_once_and_on_rank_0_alone(face: str, tmp_path: Path) -> 
     assert "got AdamW" in adam
     assert len(period) == (face == "Trainer")  # which alone knows how many steps there are to be
     assert all("got sync_period=9" in line and "training of 8 steps" in line for line in period)
+
+
+class OnGPU:
+    """Weights of which only their place and their number are asked."""
+
+    device = torch.device("cuda", 0)
+
+    def __len__(self) -> int:
+        return 10
+
+
+@pytest.mark.parametrize("given", ["1", None, "8"])
+def test_few_hardware_queues_are_told(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    monkeypatch.delenv(CONNECTIONS, raising=False)
+    if given is not None:
+        monkeypatch.setenv(CONNECTIONS, given)
+    net = SimpleNamespace(world_size=2, num_fixed_groups=0, sum_engine="NCCL")
+    part = SimpleNamespace(optimizer=torch.optim.SGD(MODEL.parameters(), 0.1), x=OnGPU())
+    training = SimpleNamespace(
+        replica=SimpleNamespace(net=net, parts=[part]), algorithm=make_algorithm("allreduce")
+    )
+    ranks, announced = SimpleNamespace(is_first=True), list[str]()
+    session: Any = SimpleNamespace(training=training, ranks=ranks)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        tell(session, announced.append)
+    texts = [str(each.message) for each in warned]
+    assert [CONNECTIONS in text and "got 1" in text for text in texts] == [True] * (given == "1")
+    assert [f"set {CONNECTIONS}=32" in text for text in announced] == [True] * (given is None)

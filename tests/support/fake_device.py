@@ -92,20 +92,29 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Does what is queued, in order, in a thread of its own."""
+    """Has what is queued done in order, by a hardware queue that other streams may share."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.number = device, next(_numbers)
-        self.queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         with device.lock:
             device.sanitizer._handle_stream_creation(self.number)
-        threading.Thread(target=self._serve, daemon=True, name=f"stream-{self.number}").start()
+            self.queue = device.hardware_queue()
+
+
+class HardwareQueue:
+    """Does what is queued, in order, in a thread of its own."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+        self._work: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self.put = self._work.put
+        threading.Thread(target=self._serve, daemon=True, name="hardware-queue").start()
 
     @torch.no_grad()
     def _serve(self) -> None:
         torch.set_num_threads(1)
         while True:
-            work = self.queue.get()
+            work = self._work.get()
             try:
                 work()
             except BaseException as error:
@@ -188,11 +197,20 @@ class FakeDevice:
         seed: of the pauses
         longest_pause_s: of which most are much shorter
         index: of the device
+        num_queues: how many hardware queues the streams share by turns; None: each has its own
     """
 
-    def __init__(self, seed: int = 0, longest_pause_s: float = 2e-3, index: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        longest_pause_s: float = 2e-3,
+        index: int = 0,
+        num_queues: int | None = None,
+    ) -> None:
         self.device = torch.device("fake", index)
         self.lock = threading.RLock()
+        self._num_queues = num_queues
+        self._queues: list[HardwareQueue] = []
         from torch.cuda import _sanitizer  # tells Python of all that torch does on a GPU from now
 
         _sanitizer.traceback = _NoTraces  # it takes the stack of every access: most of its time
@@ -213,6 +231,14 @@ class FakeDevice:
         self._default = FakeStream(self)
         self._streams.append(self._default)
         self.num_queued = 0
+
+    def hardware_queue(self) -> HardwareQueue:
+        """The queue of the next stream that is made."""
+        number = len(self._streams)
+        if self._num_queues is None or number < self._num_queues:
+            self._queues.append(HardwareQueue(self))
+            return self._queues[-1]
+        return self._queues[number % self._num_queues]
 
     def pause(self) -> None:
         """What the device does else."""
@@ -535,10 +561,12 @@ def parameters_allowed() -> Any:
 _installed: list[FakeDevice] = []
 
 
-def install(seed: int = 0, longest_pause_s: float = 2e-3, index: int = 0) -> FakeDevice:
+def install(
+    seed: int = 0, longest_pause_s: float = 2e-3, index: int = 0, num_queues: int | None = None
+) -> FakeDevice:
     """Makes torch and the package know a new device, in this process."""
     _tell_torch()
-    fake = FakeDevice(seed, longest_pause_s, index)
+    fake = FakeDevice(seed, longest_pause_s, index, num_queues)
     _installed.append(fake)
     devices.add_port("fake", lambda _: fake)
     devices._ports.pop(fake.device, None)

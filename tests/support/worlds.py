@@ -166,9 +166,12 @@ class FakeWorld(OnFakeDevice, ProcessWorld):
 
     seed: int = 0
     finds_races: bool = True
+    num_queues: int | None = None
+    """How many hardware queues all streams of a rank share; None: each has its own."""
 
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        fake = fake_device.install(self.seed + dist.get_rank(), index=dist.get_rank())
+        rank = dist.get_rank()
+        fake = fake_device.install(self.seed + rank, index=rank, num_queues=self.num_queues)
         fake.enter()
         self._device = fake.device
 
