@@ -18,6 +18,11 @@ mark, or under a lock that keeps one (`primitives/own_device.py`).  A lane's str
 for a slow kernel of the training, for other ranks wait for the lane: it is told of what the device
 has made (`Lane.tell`), and takes what has been made (`primitives/published.py`).
 
+**Graphs.**  Marks are asked, and memory is pinned, while another thread may capture a CUDA graph.
+CUDA ends a capture in the mode "global" then.  A thread could be exempted by
+`cudaThreadExchangeStreamCaptureMode`, which `torch.cuda.cudart()` does not have.  So who captures
+must choose the mode "thread_local".
+
 The base class `Port` is the CPU's: nothing, or an ordinary copy.  `Accelerator` is written against
 `torch.accelerator`, so that it knows no vendor.  `add_port` brings in a port for another type of
 device.
