@@ -94,7 +94,7 @@ LIBRARIES = {
     "why.inside.lightning_dsgd_rank.callbacks",
     "torchmetrics": "elastic trainer tasks",
     "numpy": "data.claims primitives session tasks",
-    "triton": "primitives.sparse_triton",
+    "triton": "primitives.sparse_triton replica.wide_triton",
     "wandb": "lab",
     "PIL gymnasium sklearn tokenizers": "tasks lab",
     "matplotlib tqdm": "lab",

@@ -16,13 +16,15 @@ after it; before an update only few algorithms look (`Traits.looks_itself`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from lightning_dsgd import devices
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.replica.flat import FlatParameters
 
@@ -47,6 +49,7 @@ class WideParameters(FlatParameters):
         vars(self).update(vars(home))
         self.home = home
         self.x = home.x.float()
+        self._follow = form_for(self.x, home.x)
         self._g = None
 
     def is_intact(self) -> bool:
@@ -60,9 +63,7 @@ class WideParameters(FlatParameters):
     def pull(self) -> None:
         """Adds to x by how much the parameters have changed; a weight that was set to 0 is 0."""
         self.home.pull()
-        pieces = torch.split(self.x, _PIECE), torch.split(self.home.x, _PIECE)
-        for x, p in zip(*pieces, strict=True):
-            follow_plainly(x, p)
+        self._follow(self.x, self.home.x)
 
     def thinned(self, step: int) -> Tensor:
         """Returns one of `step` entries of x, as `pull` would leave them."""
@@ -86,8 +87,32 @@ class WideParameters(FlatParameters):
         return view.to(parameter.dtype)
 
 
+Form = Callable[[Tensor, Tensor], None]
+"""Adds to x, the first, by how much p has changed since p was x rounded."""
+
+
+def form_for(x: Tensor, p: Tensor) -> Form:
+    """Returns the form for tensors like these: one kernel where Triton compiles it."""
+    if not devices.runs_triton(x):
+        return follow_plainly
+    try:
+        from lightning_dsgd.replica import wide_triton
+
+        wide_triton.follow(x.new_zeros(1), p.new_zeros(1))
+    except Exception as error:  # kernels may not compile, as without a C compiler
+        warnings.warn(
+            f"weights in {p.dtype} are brought up to date by ten kernels in place of one, as "
+            f"Triton cannot run on {x.device}, {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return follow_plainly
+    return wide_triton.follow
+
+
 def follow_plainly(x: Tensor, p: Tensor) -> None:
-    """Adds to x by how much p has changed since p was x rounded."""
-    before = x.to(p.dtype)
-    change = p.float().sub_(before).masked_fill_(p == before, 0)
-    x.add_(change).masked_fill_((p == 0) & (before != 0), 0)
+    """Follows on any device; the kernel of `wide_triton` must equal the result to the bit."""
+    pieces = torch.split(x, _PIECE), torch.split(p, _PIECE)
+    for some, new in zip(*pieces, strict=True):
+        before = some.to(new.dtype)
+        change = new.float().sub_(before).masked_fill_(new == before, 0)
+        some.add_(change).masked_fill_((new == 0) & (before != 0), 0)
