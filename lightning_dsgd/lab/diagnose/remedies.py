@@ -292,7 +292,7 @@ def advised(found: list[Remedy], verdict: Verdict) -> Remedy | None:
     ]
     by_name = {remedy.name: remedy for remedy in worth}
     labels = map(_name_of, _of_situation(verdict))
-    names = (*_OF_CAUSE.get(verdict.cause, ()), *labels)
+    names = (*_OF_CAUSE.get(verdict.cause, ()), *labels, "mended")
     own = [by_name[name] for name in names if name in by_name]
     others = [remedy for remedy in worth if remedy.name not in _ONLY_FOR_ITS_CAUSE]
     last = [remedy for remedy in worth if remedy.name == "mended"]

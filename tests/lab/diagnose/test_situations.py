@@ -249,6 +249,19 @@ def test_processors_that_are_short_are_the_cause_and_not_chance() -> None:
     assert any("what else runs" in line for line in said)
 
 
+def slow_and_loaded(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
+    own.short = s.source.uniform(5e-3, 9e-3)
+    if rank == s.victim:
+        own.forward += 60e-3
+
+
+def test_where_no_strategy_is_advised_the_late_rank_is_to_be_mended() -> None:
+    found, said = told(slow_and_loaded, cores=2, threads=1)
+    assert (found.cause, found.ranks) == ("slow", (VICTIM,))
+    assert any(line.startswith("Next:    mend what is slow: ") for line in said)
+    assert not any("stay with ddp" in line for line in said)
+
+
 def on_one_machine(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
     if rank == s.victim:
         own.short = s.source.uniform(20e-3, 60e-3)
