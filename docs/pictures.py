@@ -19,7 +19,7 @@ from lightning_dsgd.lab import decisions
 from lightning_dsgd.lab.decisions import DDP, OWN_RATE, SAME_LOSS, Choice
 from lightning_dsgd.lab.drawing import chart
 from lightning_dsgd.lab.drawing.chart import Dots, Series
-from lightning_dsgd.lab.drawing.style import INK, OTHER, Picture, colour
+from lightning_dsgd.lab.drawing.style import INK, OTHER, SPANS, Picture, colour
 from lightning_dsgd.lab.target_rows import label
 from lightning_dsgd.primitives import topology
 
@@ -233,6 +233,106 @@ def demo() -> str:
 
 # ---- how it works ----
 
+STEP = 4
+"""How many micro-batches each rank has in a step of DDP."""
+UNITS_S = (1.0, 2.0, 1.0, 1.0)
+"""How long each rank takes for a micro-batch: rank 1 is twice as slow."""
+SUM_S = 0.5
+END_S = 2 * (STEP * max(UNITS_S) + SUM_S)
+Spans = list[tuple[float, float, str]]
+"""From when to when a rank does what."""
+
+
+def of_rounds(shares: Callable[[], list[int]]) -> list[Spans]:
+    """The spans of ranks that sum once all have computed their share of a step."""
+    spans: list[Spans] = [[] for _ in UNITS_S]
+    begin = 0.0
+    while begin < END_S:
+        ends = [begin + n * unit_s for n, unit_s in zip(shares(), UNITS_S, strict=True)]
+        last = max(ends)
+        for mine, end, unit_s in zip(spans, ends, UNITS_S, strict=True):
+            num_units = round((end - begin) / unit_s)
+            mine += [
+                (begin + i * unit_s, begin + (i + 1) * unit_s, "compute") for i in range(num_units)
+            ]
+            mine += [(end, last, "late wait"), (last, last + SUM_S, "exchange")]
+        begin = last + SUM_S
+    return spans
+
+
+def shared() -> list[int]:
+    """How many micro-batches each rank computes, where each goes to who finishes it first."""
+    counts = [0] * len(UNITS_S)
+    for _ in range(STEP * len(UNITS_S)):
+        ends = [(n + 1) * unit_s for n, unit_s in zip(counts, UNITS_S, strict=True)]
+        counts[ends.index(min(ends))] += 1
+    return counts
+
+
+def unawaited() -> list[Spans]:
+    """The spans of ranks that average in pairs; one that computes gives older weights."""
+    spans: list[Spans] = [[] for _ in UNITS_S]
+    for mine, unit_s in zip(spans, UNITS_S, strict=True):
+        begin = 0.0
+        while begin < END_S:
+            units = [begin + i * unit_s for i in range(STEP)]
+            mine += [(at, at + unit_s, "compute") for at in units]
+            begin += STEP * unit_s + SUM_S
+            mine.append((begin - SUM_S, begin, "exchange"))
+    late = max(range(len(UNITS_S)), key=UNITS_S.__getitem__)
+    for begin, end, what in spans[0]:
+        computes = any(a < end and begin < b for a, b, each in spans[late] if each == "compute")
+        if what == "exchange" and computes:
+            spans[late].append((begin, end, "serve"))
+    return spans
+
+
+def steps() -> str:
+    """What ranks do in the same time, where one is late: ddp, balanced and wagma."""
+    picture = Picture(
+        "A late rank: ddp waits for it, balanced shares its work, wagma goes on",
+        "A drawing, not a measurement: 4 ranks, rank 1 takes twice as long for a micro-batch; a "
+        "step has 4 of each rank. With wagma all wait for each other every 100 steps.",
+    )
+    left, right = 60.0, picture.width - 12.0
+
+    def x_of(time_s: float) -> float:
+        return left + (right - left) * min(time_s, END_S) / END_S
+
+    for name, spans in (
+        ("ddp", of_rounds(lambda: [STEP] * len(UNITS_S))),
+        ("balanced", of_rounds(shared)),
+        ("wagma", unawaited()),
+    ):
+        nums = [
+            sum(end <= END_S for _, end, what in mine if what == "exchange") for mine in spans[:2]
+        ]
+        made = f"{nums[0]} steps" if nums[0] == nums[1] else f"{nums[0]} steps, rank 1: {nums[1]}"
+        picture.paragraph(f"{name}: {made}", "b")
+        for rank, mine in enumerate(spans):
+            y = picture.height + 3
+            picture.text(left - 8, y + 11, f"rank {rank}", "a e")
+            for begin, end, what in mine:
+                if begin >= END_S or begin == end:
+                    continue
+                top, tall = (y + 9, 5) if what == "serve" else (y, 14)
+                x, wide = x_of(begin), x_of(end) - x_of(begin)
+                d = f"M{x:.1f} {top:.1f}h{max(wide - 1, 0.5):.1f}v{tall}H{x:.1f}z"
+                picture.path(d, picture.of(SPANS[what]))
+            picture.height += 18
+        picture.height += 8
+    for what, words in (
+        ("compute", "computes a micro-batch"),
+        ("late wait", "waits for other ranks"),
+        ("exchange", "sums gradients, or averages weights"),
+        ("serve", "gives older weights, while it computes"),
+    ):
+        y = picture.height + 4
+        picture.path(f"M12 {y:.1f}h11v11H12z", picture.of(SPANS[what]))
+        picture.text(30, y + 10, words, "a")
+        picture.height += 17
+    return picture.svg()
+
 
 def talks() -> str:
     """Who talks to whom in three steps on end."""
@@ -306,32 +406,31 @@ def tree() -> str:
     """From questions to a choice, as `decisions` has it."""
     picture = Picture(
         "Four questions lead to a strategy",
-        "lightning-dsgd why answers the first three for your own job. balanced keeps DDP's "
-        "loss, with Adam too.",
+        "lightning-dsgd why answers the first three for your own job. Bold: DDP's learning rate "
+        "stays. With Adam take balanced, allreduce or ddp.",
     )
     left, wide, y = 12.0, 186.0, picture.height + 2
     for name, question in QUESTIONS.items():
         here = decisions.SITUATIONS[name]
-        answers = [spelled(here.first)]
-        if same := here.choice(SAME_LOSS):
-            answers = [spelled(same), "another loss curve: " + answers[0]]
-        elif keeps := here.choice(OWN_RATE):
-            answers.append("DDP's learning rate: " + spelled(keeps))
-        lines = [line for each in answers for line in wrapped(each, 31)]
+        same, own_rate = here.choice(SAME_LOSS), here.choice(OWN_RATE)
+        kept = same or own_rate or here.first
+        other = "another loss curve: " if same else "another learning rate: "
+        bold = wrapped(spelled(kept), 26)
+        plain = wrapped(other + spelled(here.first), 31) if kept != here.first else []
+        lines = [*bold, *plain]
         height = max(50, 18 * len(lines) + 14)
         picture.box(left, y, wide, height, "\n".join(wrapped(question, 25)))
         right = left + wide + 42
         picture.path(f"M{left + wide} {y + height / 2:.0f}H{right}", "s" + picture.of(INK))
         picture.text(left + wide + 21, y + height / 2 - 5, "yes", "a m")
-        colours = colour(here.first.strategy)
+        colours = colour(kept.strategy)
         picture.parts.append(
             f'<rect x="{right}" y="{y:g}" width="{picture.width - right - 12:g}" '
             f'height="{height:g}" rx="6" class="k s{picture.of(colours)}" stroke-width="1.5"/>'
         )
         for place, line in enumerate(lines):
             at = y + height / 2 + 5 + 18 * (place - (len(lines) - 1) / 2)
-            is_first = place < len(wrapped(answers[0], 31))
-            picture.text(right + 12, at, line, "b" if is_first else "a")
+            picture.text(right + 12, at, line, "b" if place < len(bold) else "a")
         picture.path(f"M{left + wide / 2} {y + height:g}v24", "s" + picture.of(INK))
         picture.text(left + wide / 2 + 8, y + height + 17, "no", "a")
         y += height + 24
@@ -389,7 +488,7 @@ def architecture() -> str:
 
 PICTURES: dict[str, Callable[[], str]] = {
     each.__name__: each
-    for each in (balanced, seconds, times, kept, demo, talks, tree, architecture)
+    for each in (balanced, seconds, times, kept, demo, steps, talks, tree, architecture)
 }
 
 
