@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_dsgd.data.units.balancing import Balancing, longest, parts_of
+from lightning_dsgd.data.units.balancing import Balancing, longest
 from lightning_dsgd.data.units.loaders import UnitLoader, check_can_draw_for_others
 from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.plain.steps import failing
@@ -61,7 +61,7 @@ class UnitSteps:
                 units,
                 limit=session.ranks.together(lambda: longest(session.meetings, loader)),
                 num_slots_of_step=accumulate,
-                num_parts=parts_of(self._micro_batches, accumulate),
+                micro_batches=self._micro_batches,
             )
         for step in range(balancing.plan.num_steps):
             with failing(session):

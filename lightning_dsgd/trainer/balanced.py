@@ -33,7 +33,7 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.balanced import Balanced
 from lightning_dsgd.data.loaders import StandIn
-from lightning_dsgd.data.units.balancing import Balancing, longest, parts_of
+from lightning_dsgd.data.units.balancing import Balancing, longest
 from lightning_dsgd.data.units.loaders import UnitLoader, check, check_can_draw_for_others
 from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.session.options import check_is_first
@@ -122,7 +122,7 @@ class BalancedMixin:
             loader.units(self.session.rank),
             limit=int(trainer.num_training_batches),
             num_slots_of_step=trainer.accumulate_grad_batches,
-            num_parts=parts_of(self.algorithm.micro_batches, trainer.accumulate_grad_batches),
+            micro_batches=self.algorithm.micro_batches,
             first_slot=progress.ready,
         )
         before = None

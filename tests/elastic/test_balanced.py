@@ -56,6 +56,11 @@ def loader_of(world_size: int, rank: int) -> DataLoader[Any]:
     return DataLoader(DATA, 6, sampler=DistributedSampler(DATA, world_size, rank, seed=7))
 
 
+def parts_of(num_samples: int, most: int = NUM_PARTS) -> int:
+    """Into how many units a batch is split: none of a short one has one sample alone."""
+    return max(1, min(most, num_samples // 2))
+
+
 def weights(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
@@ -101,7 +106,7 @@ def survive(net: Any, time: Time, world_size: int, options: dict[str, bool]) -> 
     while at[0] < NUM_EPOCHS:
         loader.sampler.set_epoch(at[0])  # type: ignore[attr-defined]
         balancing.begin_epoch(
-            units, limit=len(loader), num_slots_of_step=NUM_SLOTS, num_parts=NUM_PARTS
+            units, limit=len(loader), num_slots_of_step=NUM_SLOTS, micro_batches=NUM_PARTS
         )
         while at[1] < balancing.plan.num_steps:
             if at[1] % 2 and has_begun:
@@ -154,7 +159,8 @@ def in_one_process(
             here = slots[first : first + NUM_SLOTS]
             for slot in here:
                 for batch in slot:
-                    for x, y in zip(*(each.chunk(num_parts) for each in batch), strict=True):
+                    parts = parts_of(len(batch[0]), num_parts)
+                    for x, y in zip(*(each.chunk(parts) for each in batch), strict=True):
                         # A part that begins elsewhere in memory is multiplied otherwise.
                         loss = (module(x.clone()) - y).square().mean()
                         (loss * (len(x) / len(batch[0]) / NUM_SLOTS)).backward()
@@ -366,10 +372,10 @@ def check_left(
     expected = torch.stack(in_one_process(world_size, num_epochs))
     left = [outcome for rank, outcome in enumerate(outcomes) if rank not in lost]
     assert [outcome.error for outcome in left] == [""] * len(left)
-    slots = len(loader_of(world_size, 0))
-    steps = [min(NUM_SLOTS, slots - first) for first in range(0, slots, NUM_SLOTS)]
+    slots = [world_size * parts_of(len(x)) for x, _ in loader_of(world_size, 0)]
+    steps = [sum(slots[first : first + NUM_SLOTS]) for first in range(0, len(slots), NUM_SLOTS)]
     in_order = torch.stack(in_one_process(world_size, num_epochs, NUM_PARTS))
-    once = [sum(1 << 2 * unit for unit in range(n * NUM_PARTS * world_size)) for n in steps]
+    once = [sum(1 << 2 * unit for unit in range(n)) for n in steps]
     for outcome in left:
         seen = torch.tensor(outcome.result["seen"], dtype=torch.float64)
         torch.testing.assert_close(seen, expected, rtol=1e-12, atol=1e-12)

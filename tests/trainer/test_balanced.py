@@ -115,7 +115,7 @@ def test_weights_and_logs_are_ddps_with_a_late_rank() -> None:
 
 
 def test_a_batch_is_split_where_nothing_is_accumulated() -> None:
-    ranks = run(3, fit_both, Watched, {"train": {"num_samples": 90, "batch_size": 6}})
+    ranks = run(3, fit_both, Watched, {"train": {"num_samples": 120, "batch_size": 8}})
     assert_equal_to_ddp(ranks, num_slots=2 * 3 * 5)
     assert sum(ours["units"] for ours, _ in ranks) >= 2 * 15 * 4
 

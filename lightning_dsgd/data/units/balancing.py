@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -22,9 +22,12 @@ from lightning_dsgd.data.dealing import Ranks, step_of
 from lightning_dsgd.data.units import losses
 from lightning_dsgd.data.units.dealing import UnitDealing
 from lightning_dsgd.data.units.loaders import UnitLoader
-from lightning_dsgd.data.units.plan import Batches, Plan, Unit, gather, give
+from lightning_dsgd.data.units.plan import Batches, Plan, Unit, gather, give, longest_of
 from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.transport import Transport
+
+USUAL_PARTS: Final = 4
+"""Into how many units a batch is split where it is a rank's part of a step and nobody chose."""
 
 
 class Sums(Protocol):
@@ -112,7 +115,7 @@ class Balancing:
         *,
         limit: int,
         num_slots_of_step: int,
-        num_parts: int,
+        micro_batches: int | None,
         first_slot: int = 0,
     ) -> None:
         """Begins an epoch, with all ranks.
@@ -121,7 +124,7 @@ class Balancing:
             loader: loads this rank's units
             limit: the most slots that the epoch may have
             num_slots_of_step: how many slots a step has
-            num_parts: into how many units a batch is split
+            micro_batches: see `Balanced`
             first_slot: where the epoch goes on, if it was begun before
         """
         if self._first_slot == NONE:
@@ -137,7 +140,7 @@ class Balancing:
             batches,
             limit=limit,
             num_slots_of_step=num_slots_of_step,
-            num_parts=num_parts,
+            num_parts=parts_of(micro_batches, num_slots_of_step, longest_of(batches)),
             first_slot=first_slot,
         )
         self._num_steps = self.plan.num_steps
@@ -292,11 +295,11 @@ def _adopt_nothing() -> None:
     """Does nothing: `change_view` has taken over what the others have told each other."""
 
 
-def parts_of(micro_batches: int | None, num_slots_of_step: int) -> int:
+def parts_of(micro_batches: int | None, num_slots_of_step: int, longest_batch: int) -> int:
     """Returns into how many units a batch is split: see `Balanced.micro_batches`."""
     if micro_batches is not None:
         return micro_batches
-    return 4 if num_slots_of_step == 1 else 1
+    return max(1, min(USUAL_PARTS, longest_batch // 2)) if num_slots_of_step == 1 else 1
 
 
 def longest(net: Transport, loader: Any) -> int:

@@ -22,6 +22,9 @@ from torch import Tensor
 
 from lightning_dsgd.transport import Transport
 
+Batches = tuple[Tensor, Sequence[int]]
+"""The indices of all samples, and how many each batch has."""
+
 
 class Unit(NamedTuple):
     """A micro-batch.
@@ -44,13 +47,14 @@ class Plan:
         batches: of each rank: the indices of all samples, and how many each batch has
         limit: the most slots that the epoch may have
         num_slots_of_step: how many slots a step has
-        num_parts: into how many units a batch is split
+        num_parts: into how many units a batch is split; fewer where a unit would have one sample
+            alone, unless those of the longest batch have: BatchNorm cannot train on one sample
         first_slot: where the epoch goes on, if it was begun before
     """
 
     def __init__(
         self,
-        batches: Sequence[tuple[Tensor, Sequence[int]]],
+        batches: Sequence[Batches],
         *,
         limit: int,
         num_slots_of_step: int,
@@ -59,6 +63,7 @@ class Plan:
     ) -> None:
         self._batches = [(samples, [0, *accumulate(lengths)]) for samples, lengths in batches]
         self._per_step, self._num_parts = num_slots_of_step, num_parts
+        self._least = 2 if longest_of(batches) >= 2 * num_parts else 1
         self.first_slot = first_slot
         self.num_slots = min(limit, max(len(lengths) for _, lengths in batches))
 
@@ -86,7 +91,7 @@ class Plan:
                 rank
                 for slot in self._slots_of(step)
                 for rank in self._ranks_in(slot)
-                for _ in range(num_parts_of(self._length(rank, slot), self._num_parts))
+                for _ in range(num_parts_of(self._length(rank, slot), self._num_parts, self._least))
             ]
             for step in range(self.num_steps)
         ]
@@ -111,25 +116,32 @@ class Plan:
             samples, ends = self._batches[rank]
             batch = samples[ends[slot] : ends[slot + 1]].tolist()
             share = len(self._batches) / len(here)
-            for part in split(batch, self._num_parts):
+            for part in split(batch, self._num_parts, self._least):
                 units.append(Unit(rank, part, share * len(part) / max(1, len(batch))))
         return units
 
 
-def num_parts_of(num_samples: int, most: int) -> int:
-    """Returns into how many parts a batch is split: fewer where it has fewer samples."""
-    return max(1, min(most, num_samples))
+def longest_of(batches: Sequence[Batches]) -> int:
+    """Returns how many samples the longest batch of any rank has."""
+    return max((length for _, lengths in batches for length in lengths), default=0)
 
 
-def split(batch: list[int], most: int) -> list[list[int]]:
-    """Splits a batch into parts of nearly equal size, fewer where it has fewer samples."""
-    num_parts = num_parts_of(len(batch), most)
+def num_parts_of(num_samples: int, most: int, least: int) -> int:
+    """Returns into how many parts a batch is split.
+
+    Args:
+        num_samples: how many samples the batch has
+        most: the most parts
+        least: how many samples each part has at least, where the batch has as many
+    """
+    return max(1, min(most, num_samples // least))
+
+
+def split(batch: list[int], most: int, least: int) -> list[list[int]]:
+    """Splits a batch into parts of nearly equal size: see `num_parts_of`."""
+    num_parts = num_parts_of(len(batch), most, least)
     bounds = [len(batch) * part // num_parts for part in range(num_parts + 1)]
     return [batch[begin:end] for begin, end in pairwise(bounds)]
-
-
-Batches = tuple[Tensor, list[int]]
-"""The indices of all samples, and how many each batch has."""
 
 
 def gather(net: Transport, own: Mapping[int, Sequence[list[int]]], num_homes: int) -> list[Batches]:

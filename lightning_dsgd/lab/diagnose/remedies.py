@@ -57,7 +57,7 @@ from torch import Tensor
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.allreduce import AllReduce
-from lightning_dsgd.data.units.balancing import parts_of
+from lightning_dsgd.data.units.balancing import USUAL_PARTS
 from lightning_dsgd.lab import decisions
 from lightning_dsgd.lab.decisions import Choice
 from lightning_dsgd.lab.diagnose import sharing
@@ -99,7 +99,7 @@ _FEW_RANKS: Final = 16
 _SHARING_RANKS: Final = 8
 _SHARED, _LEAST_SHARED = 160, 30
 """How many steps of all ranks together, and of each, a stretch with shared micro-batches has."""
-_PARTS: Final = (parts_of(None, 1), 8)
+_PARTS: Final = (USUAL_PARTS, 8)
 """Into how many parts a batch may be split: by default, and finer."""
 _OF_A_PART: Final = 1.25
 """How much longer than its share of a batch a part of it may take: 0.8 to 1.4 times as long was

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dsgd.data.units.balancing import parts_of
 from lightning_dsgd.data.units.plan import Plan, split
 
 
@@ -14,9 +15,30 @@ def batches(*lengths: int, first: int = 0) -> tuple[Tensor, list[int]]:
 
 
 def test_a_batch_is_split_evenly_and_never_into_more_parts_than_samples() -> None:
-    assert split([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4, 5]]
-    assert split([1, 2], 4) == [[1], [2]]
-    assert split([1, 2, 3], 1) == [[1, 2, 3]]
+    assert split([1, 2, 3, 4, 5], 2, 1) == [[1, 2], [3, 4, 5]]
+    assert split([1, 2], 4, 1) == [[1], [2]]
+    assert split([1, 2, 3], 1, 1) == [[1, 2, 3]]
+
+
+def test_no_part_has_one_sample_alone_unless_parts_of_a_full_batch_have() -> None:
+    """BatchNorm cannot train on one sample, and an epoch's last batch may be short."""
+
+    def lengths(num_parts: int, *of_batches: int) -> list[list[int]]:
+        plan = Plan([batches(*of_batches)], limit=9, num_slots_of_step=1, num_parts=num_parts)
+        steps = [plan.units(step) for step in range(plan.num_steps)]
+        assert plan.homes() == [[0] * len(units) for units in steps]
+        return [[len(unit.samples) for unit in units] for units in steps]
+
+    assert lengths(4, 8, 5) == [[2, 2, 2, 2], [2, 3]]
+    assert lengths(4, 8, 1) == [[2, 2, 2, 2], [1]]
+    assert lengths(4, 4, 3) == [[1, 1, 1, 1], [1, 1, 1]]
+
+
+def test_a_number_of_parts_that_nobody_chose_leaves_two_samples_a_part() -> None:
+    found = {longest: parts_of(None, 1, longest) for longest in (16, 8, 7, 5, 3, 1, 0)}
+    assert found == {16: 4, 8: 4, 7: 3, 5: 2, 3: 1, 1: 1, 0: 1}
+    assert parts_of(None, 2, 16) == 1
+    assert parts_of(8, 1, 5) == 8
 
 
 def test_steps_have_all_batches_of_all_ranks_once() -> None:
