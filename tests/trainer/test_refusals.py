@@ -44,6 +44,11 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         "DecentralizedStrategy has no option timeot_s, got .*mean timeout_s",
     ),
     ({"sync_period": 4}, r"got sync_period=4 for the strategy; write .*LocalSGD\(sync_period=4\)"),
+    (
+        {"grace_s": 0.1},
+        'grace_s is an option of wagma, eager_sgd, got grace_s=0.1 with "local_sgd"; ',
+    ),
+    ({"micro_batches": 2}, 'micro_batches is an option of balanced, got micro_batches=2 with "loc'),
     ({"transport": "smoke"}, "transport must be .*got transport='smoke'"),
     ({"evaluate": "best"}, 'evaluate must be "consensus" or "local".*got evaluate=.best'),
     ({"average_buffers": "no"}, "average_buffers must be True or False, got average_buffers='no'"),
