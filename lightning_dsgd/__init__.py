@@ -20,7 +20,7 @@ from lightning_dsgd import wings
 from lightning_dsgd.arrival import when_imported
 from lightning_dsgd.hyperparameters import NAMES_ALIKE
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _HOMES = {
     "Algorithm": "algorithm",

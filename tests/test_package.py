@@ -469,3 +469,24 @@ def test_what_tells_of_the_package_elsewhere_agrees_with_pyproject() -> None:
     address = hooks["custom"]["repository"]
     told = (citation.get("repository-code", ""), conda["about"].get("repository", ""))
     assert told == (address, address), "the repository's address stands in these too"
+
+
+def test_the_changelog_and_the_citation_have_the_date_of_the_version() -> None:
+    version = lightning_dsgd.__version__
+    released = re.compile(r"^## \[(?!Unreleased)(.+)\] - (\d{4}-\d\d-\d\d)$", re.MULTILINE)
+    newest, date = released.findall((ROOT / "CHANGELOG.md").read_text())[0]
+    assert newest == version or "dev" in version
+    assert str(yaml_of("CITATION.cff")["date-released"]) == date
+
+
+def test_an_sdist_builds_the_same_wheel(dist: Path, tmp_path: Path) -> None:
+    (sdist,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    built = tmp_path / "built"
+    build_wheel = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", built]
+    subprocess.run(build_wheel, cwd=source, check=True, capture_output=True, timeout=250)
+    of_both = [zipfile.ZipFile(file) for file in (wheel, built / wheel.name)]
+    ours, theirs = ({info.filename: info.CRC for info in of.infolist()} for of in of_both)
+    assert ours == theirs

@@ -171,7 +171,7 @@ class OfflineWandbLogger(WandbLogger):
         if importlib.util.find_spec("wandb") is None:
             raise ModuleNotFoundError(
                 "OfflineWandbLogger needs the package wandb, which is not installed; install it "
-                "(pip install 'lightning-dsgd[wandb]'), or use CSVLogger"
+                "(pip install wandb), or use CSVLogger"
             )
         by_default = "online" if os.environ.get("WANDB_SWEEP_ID") else "offline"
         offline = os.environ.get("WANDB_MODE", by_default) in ("offline", "dryrun")
