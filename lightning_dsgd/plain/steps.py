@@ -168,7 +168,8 @@ class Steps:
         if self._scaler is None and uses_gradient and not self.num_steps:
             while frame.f_back is not None:
                 frame = frame.f_back
-                if frame.f_code is GradScaler.step.__code__:
+                is_scaled = frame.f_code is GradScaler.step.__code__
+                if is_scaled and frame.f_locals["self"].is_enabled():
                     raise ValueError(
                         "where ranks exchange gradients they must skip the same steps, got a "
                         "GradScaler that skips those of one rank; use decentralized(..., "

@@ -182,6 +182,24 @@ def test_what_a_subclass_does_after_its_bases_step_belongs_to_the_step() -> None
     assert same(run(2, step_and_drift))
 
 
+def step_by_a_disabled_scaler() -> list[Tensor]:
+    """The weights with a scaler that is not enabled, and without one."""
+    trained = []
+    for scaler in (torch.amp.GradScaler("cpu", enabled=False), None):
+        torch.manual_seed(0)
+        model, optimizer = make(Plain)
+        with replica_of(model, optimizer, dsgd.AllReduce()) as replica:
+            model.loss(mean_batch(replica.rank)).backward()
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        trained.append(weights(model))
+    return trained
+
+
+def test_a_scaler_that_is_not_enabled_need_not_be_given() -> None:
+    for disabled, without in run(2, step_by_a_disabled_scaler):
+        assert torch.equal(disabled, without)
+
+
 def fused(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.1, fused=True)
 
