@@ -10,8 +10,9 @@ batch of Lightning's is a slot of the step.  What a rank computes in a slot diff
     optimizer step                with the sum, as with DDP: fp16, clipping, hooks
 
 Callbacks see a slot's batch; where a rank has no unit in a slot, they see the batch before once
-more, and what `training_step` returned for it.  Units beyond one a slot are seen by `training_step`
-and by the hooks of a backward pass, not by the hooks of a batch.
+more, and what `training_step` returned for it.  Where there is none before, `training_step` is
+called with the rank's own batch for them alone.  Units beyond one a slot are seen by
+`training_step` and by the hooks of a backward pass, not by the hooks of a batch.
 
 **Logs of a step.**  What `training_step` logs with `on_step=True` is, after the step, the mean over
 the units that this rank has computed, and with `sync_dist=True` over all ranks' units.
@@ -73,7 +74,7 @@ class BalancedMixin:
 
     def process_dataloader(self: Any, dataloader: Any) -> Any:
         loader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        if not self._trainer.training:
+        if not self._is_training:
             return loader
         check(loader)
         session = self.session
@@ -142,18 +143,23 @@ class BalancedMixin:
     # ---- units ----
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._balancing is None or self._balancing.unit == NONE:
+        has_unit = self._balancing is not None and self._balancing.unit != NONE
+        if not has_unit and (self._balancing is None or self._output is not None):
             return self._output_before()
         self._logged_before = seams.logged(self._trainer)
         self._metrics.remember()
         with self._computing():
             output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if has_unit:
+            counts = output is not None or self._balancing.finish_without_gradient()
+        else:
+            counts = False  # callbacks are to see the output of the batch that they see
+        if not counts:
+            self._forget_unit()
         if output is None:
-            if not self._balancing.finish_without_gradient():
-                self._forget_unit()
             return self._output_before()
         self._output = _detached(output)
-        return output
+        return output if has_unit else self._output
 
     def _output_before(self: Any) -> Any:
         """Returns what `training_step` has returned last, where there is nothing new."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -169,7 +169,11 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def fit_without_a_unit(
-    flag: Path, where: str, max_epochs: int = 1
+    flag: Path,
+    where: str,
+    max_epochs: int = 1,
+    make: Callable[[], Counts] = StallsOnce,
+    callbacks: Sequence[L.Callback] = (),
 ) -> tuple[float, dict[str, float]]:
     """Rank 1 stalls before its first micro-batch, or in it, until rank 0 has made the step."""
     begin_step = Balancing.begin_step
@@ -183,9 +187,9 @@ def fit_without_a_unit(
     with mock.patch.object(Balancing, "begin_step", late if where == "before" else begin_step):
         model, ran = fit(
             "balanced",
-            StallsOnce,
+            make,
             accumulate_grad_batches=8,
-            callbacks=[Steps(flag)],
+            callbacks=[Steps(flag), *callbacks],
             max_epochs=max_epochs,
         )
     assert isinstance(model, Counts)
@@ -209,6 +213,41 @@ def test_a_rank_whose_units_others_have_computed_shows_what_they_log(
 def test_a_rank_logs_after_an_epoch_in_which_others_have_computed_all(tmp_path: Path) -> None:
     for _, logs in run(2, fit_without_a_unit, tmp_path / "flag", "before", 2):
         assert logs.keys() == LOGGED
+
+
+class Returns(Counts):
+    """Returns more than a loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "size": len(batch[0])}
+
+
+class Sees(L.Callback):
+    """Holds which losses it has seen, and those of the batches, before the step."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, ran: Any, model: Any, outputs: Any, *args: Any) -> None:
+        batch, slot = args
+        assert outputs["size"] == len(batch[0])
+        if slot < 7:
+            own = float(model.loss(batch)) / ran.accumulate_grad_batches
+            self.losses.append((float(outputs["loss"]), own))
+
+
+def see_without_a_unit(flag: Path) -> tuple[float, list[tuple[float, float]]]:
+    sees = Sees()
+    count, _ = fit_without_a_unit(flag, "before", make=Returns, callbacks=[sees])
+    return count, sees.losses
+
+
+def test_callbacks_see_a_batchs_own_output_on_a_rank_that_has_computed_nothing(
+    tmp_path: Path,
+) -> None:
+    for count, losses in run(2, see_without_a_unit, tmp_path / "flag"):
+        assert count == 128
+        assert [shown for shown, _ in losses] == pytest.approx([own for _, own in losses])
 
 
 # ---- refused, with the way out ----
