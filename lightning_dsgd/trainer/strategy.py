@@ -121,17 +121,22 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         return int(self.world_size)
 
     @property
+    def _is_training(self) -> bool:
+        """Whether loaders are prepared for training, and not before it to estimate its steps."""
+        return self._trainer is not None and bool(self._trainer.training)
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self._claiming is not None and self._trainer.training:
+        if self._claiming is not None and self._is_training:
             return {"num_replicas": 1, "rank": 0}
         first: dict[str, Any] = super().distributed_sampler_kwargs
         return self.session.ranks.share(first)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         loader = super().process_dataloader(dataloader)
-        if self._trainer.training and not has_indices(loader):
+        if self._is_training and not has_indices(loader):
             self.session.reads_indices = False
-        if self._claiming is None or not self._trainer.training:
+        if self._claiming is None or not self._is_training:
             return loader
         return self._claiming.take(loader)
 

@@ -62,6 +62,15 @@ def test_one_rank_equals_a_single_device_to_the_bit() -> None:
         assert torch.equal(x, single), name
 
 
+@pytest.mark.parametrize("name", ["balanced", "local_sgd"])
+def test_a_loader_may_be_prepared_before_there_is_a_training(name: str) -> None:
+    """As where a script asks for `trainer.estimated_stepping_batches` before `fit`."""
+    given = loader()
+    waiting = trainer(strategy(name), 1).strategy
+    assert waiting.distributed_sampler_kwargs["num_replicas"] == 1
+    assert waiting.process_dataloader(given) is given
+
+
 # ---- manual optimization, several optimizers ----
 class Manual(Plain):
     def __init__(self) -> None:
