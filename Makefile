@@ -10,6 +10,7 @@ TORCH ?= torch==2.13.0
 SEED ?= 0
 FAULTS ?=
 LIGHTNING ?=
+PROGRAMS ?= chemprop,litgpt
 JOBS ?= 1
 
 BIN := $(VENV)/bin
@@ -24,7 +25,7 @@ TRACKERS_INSTALLED := $(TRACKERS)/.installed
 RAY := $(VENV)/ray
 RAY_INSTALLED := $(RAY)/.installed
 
-.PHONY: help test test-all test-peft test-trackers test-slurm test-ray test-stops test-faults test-programs test-versions lint demo docs clean
+.PHONY: help test test-all test-peft test-trackers test-slurm test-ray test-stops test-faults test-programs test-others test-versions lint demo docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -42,6 +43,8 @@ help:
 	@echo "make test-faults  small faults, put into a copy of the package one at a time: which test notices?"
 	@echo "               (FAULTS=\"mpi transport:3\" make test-faults tries a room and one fault; JOBS=4 so many at a time)"
 	@echo "make test-programs LIGHTNING=CLONE  Lightning's own tests, with balanced, allreduce and wagma in ddp's place"
+	@echo "make test-others  programs that nobody here wrote, with ddp and with ours: the same loss"
+	@echo "               (PROGRAMS=chemprop make test-others tries one; each gets a virtual environment)"
 	@echo "make test-versions  a smoke of all strategies with other versions of torch and Lightning"
 	@echo "make lint      virtual environment, install, ruff and mypy"
 	@echo "make demo      virtual environment, install, how much sooner balanced is at DDP's loss, on digits"
@@ -71,6 +74,9 @@ test-ray: $(RAY_INSTALLED)
 test-programs: $(INSTALLED)
 	@test -n "$(LIGHTNING)" || { echo "make test-programs LIGHTNING=CLONE: a clone of Lightning's repository"; exit 2; }
 	$(BIN)/python -m tests.programs.lightnings_own $(LIGHTNING)
+
+test-others: $(INSTALLED)
+	$(BIN)/python -m tests.programs.others $(VENV)/others --programs $(PROGRAMS)
 
 test-stops: $(INSTALLED)
 	$(BIN)/python tests/stops.py --seed $(SEED) -- $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not exhaustive"

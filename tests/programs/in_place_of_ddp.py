@@ -1,7 +1,8 @@
 """A plugin of pytest: `Trainer(strategy="ddp")` and its like stand for a strategy of this package.
 
-The environment says for which, as in IN_PLACE_OF_DDP=balanced; "ddp" leaves Lightning's own.  What
-became of each test goes to the file RESULTS, with whether the test has asked for such a name.
+The environment says for which, as in IN_PLACE_OF_DDP=balanced; "ddp" leaves Lightning's own.  Of
+the tests those in CHOSEN run, a list in JSON.  What became of each goes to the file RESULTS, with
+whether the test has asked for such a name.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dsgd.trainer.named import strategy_of
 
-LIMIT_S = 120
+LIMIT_S = 300
 """A test that takes longer has failed."""
 
 _STRATEGY = os.environ["IN_PLACE_OF_DDP"]
 _RESULTS = Path(os.environ["RESULTS"])
+_CHOSEN = set(json.loads(os.environ["CHOSEN"]))
+"""Tests, or functions all of whose tests are chosen."""
 _PID = int(os.environ.setdefault("RESULTS_OF", str(os.getpid())))
 """The process that writes them; a rank that it starts runs the same command."""
 _START_METHODS = {
@@ -31,6 +34,8 @@ _START_METHODS = {
     "ddp_notebook": "fork",
 }
 """How ranks start, by Lightning's names; what follows them, as `_find_unused...`, is an option."""
+if os.environ.get("FORKED") == "1":
+    _START_METHODS["ddp_spawn"] = "fork"
 _num_made = 0
 
 
@@ -44,9 +49,11 @@ def _replaced(name: str, theirs: Any) -> Any:
     def make(**options: Any) -> Any:
         global _num_made
         _num_made += 1
+        start_method = _START_METHODS[_bare(name)]
         if _STRATEGY == "ddp":
-            return theirs["strategy"](**theirs["init_params"], **options)
-        return strategy_of(_STRATEGY, start_method=_START_METHODS[_bare(name)])
+            options = theirs["init_params"] | {"start_method": start_method} | options
+            return theirs["strategy"](**options)
+        return strategy_of(_STRATEGY, start_method=start_method)
 
     return make
 
@@ -54,6 +61,11 @@ def _replaced(name: str, theirs: Any) -> Any:
 for _name in [each for each in StrategyRegistry if _bare(each) in _START_METHODS]:
     _theirs = dict(StrategyRegistry[_name])
     StrategyRegistry[_name] = _theirs | {"strategy": _replaced(_name, _theirs), "init_params": {}}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if _CHOSEN & {item.nodeid, item.nodeid.partition("[")[0]}]
 
 
 class TooLong(BaseException):
