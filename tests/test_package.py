@@ -479,6 +479,13 @@ def test_the_changelog_and_the_citation_have_the_date_of_the_version() -> None:
     assert str(yaml_of("CITATION.cff")["date-released"]) == date
 
 
+def test_the_notebook_installs_the_wheel_of_this_version(dist: Path) -> None:
+    cells = json.loads((ROOT / "examples/notebook.ipynb").read_text())["cells"]
+    (address,) = re.findall(r'WHEEL = "(.+)"', "\n".join("".join(c["source"]) for c in cells))
+    (file,) = dist.glob("*.whl")
+    assert address.rpartition("/")[2] == file.name
+
+
 def test_an_sdist_builds_the_same_wheel(dist: Path, tmp_path: Path) -> None:
     (sdist,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
     with tarfile.open(sdist) as archive:

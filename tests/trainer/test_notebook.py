@@ -24,7 +24,7 @@ FORKED = "An interactive session: the ranks are forked from this process."
 FAILING = """
 class Failing(Regression):
     def training_step(self, batch, batch_idx):
-        if self.global_rank == 1 and batch_idx == 3:
+        if self.global_rank == 1 and batch_idx >= 3:
             raise ValueError("no such luck")
         return super().training_step(batch, batch_idx)
 
