@@ -84,7 +84,7 @@ BEHIND_THE_CONTRACT = {
 }
 # What is not ours, and who alone may know it; all but ground and launchers may know torch.
 LIBRARIES = {
-    "torch.distributed": "elastic session plain.launch transport.native "
+    "torch.distributed": "elastic session plain.launch transport.native transport.native_groups "
     "transport.native_sends transport.processes transport.process_group transport.rendezvous "
     "sharded trainer tasks.language fabric lab",
     "lightning_dsgd_rank": "why.inside",  # on the path of a watched job alone

@@ -40,8 +40,7 @@ Nor is `wire_dtype`.  What is sent is the difference to the last global average,
 rounded; each rank keeps in its own weights what it has rounded off (`GroupSums` in
 primitives/quantised.py).
 
-The groups are told to the network at the start, where they are few, for engines such as NCCL.  A
-step counts once the device has made it: with `overlap` a thread is at most a step ahead of that.
+A step counts once the device has made it: with `overlap` a thread is at most a step ahead of that.
 
 Waits for the group's sum (`overlap=False`) and, every tau steps, for every rank.  Sends 2(S-1)/S
 |x| every g steps, 2(P-1)/P |x| at a global average instead, and log2 P activations of 24 bytes
@@ -50,12 +49,11 @@ each time.  A `wire_dtype` divides the bytes by 2, 3.88 or 7.53.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -69,12 +67,6 @@ from lightning_dsgd.primitives.own_device import await_mark
 from lightning_dsgd.primitives.published import Contributed, ContributedAhead, InPlace
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding, exact
 from lightning_dsgd.transport import Transport
-
-MOST_GROUPS: Final = 8
-"""In so many groups, each with a communicator, a rank may be; at powers of two it is in 2 to 7."""
-_MOST_TRIED: Final = 32
-"""So many other sizes of groups are tried, in search of one that needs fewer groups."""
-_log: Final = logging.getLogger("lightning_dsgd")
 
 
 @dataclass
@@ -239,7 +231,6 @@ class WAGMA(Algorithm):
         self.sums = None  # in full
         if self.wire_dtype != "float32":
             self.sums = quantised.GroupSums(self.wire_dtype, reference=x.clone())
-        self._fix_groups(net)
         self.engine = self._engine(net)
 
     def make_groups(self, net: Transport) -> Groups:
@@ -250,31 +241,6 @@ class WAGMA(Algorithm):
             size=self.size,
             group_period=self.group_period,
             sync_period=self.period,
-        )
-
-    def _fix_groups(self, net: Transport) -> None:
-        """Has the network's engine sum in the groups, where they are few and nothing is rounded."""
-        size, of = self.size, net.world_size
-        if not net.sum_engine or self.sums is not None or self.groups.is_global(0):
-            return
-        groups = topology.recurring_groups(of, size, MOST_GROUPS)
-        net.fix_groups(groups)
-        if not groups and net.job_rank == 0:
-            _log.warning(self._too_many_groups(net))
-
-    def _too_many_groups(self, net: Transport) -> str:
-        """Says that messages make the sums in groups, and which sizes would have the engine."""
-        size, of = self.size, net.world_size
-        whom = "nodes" if self.hierarchical else "ranks"
-        likest = sorted(range(2, of), key=lambda other: abs(math.log(other / size)))[:_MOST_TRIED]
-        fit = [each for each in likest if topology.recurring_groups(of, each, MOST_GROUPS)]
-        ways = [f"group_size={each}" for each in sorted(fit[:3])]
-        ways += [f"a number of {whom} and a group_size that are powers of two"]
-        return (
-            f"{net.sum_engine} must have a communicator for each of wagma's groups, got more than "
-            f"{MOST_GROUPS} for a rank with group_size={size} of {of} {whom}: messages make these "
-            f"sums, through the host's memory, which takes longer; {net.sum_engine} makes them "
-            f"with {', or '.join(ways)}"
         )
 
     def _engine(self, net: Transport, first_version: int = 0) -> WaitAvoiding:

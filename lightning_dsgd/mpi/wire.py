@@ -20,8 +20,8 @@ a lane would have to be duplicated by all ranks in one order, by training thread
 for each other, and each would have to be looked at in every round.
 
 Tensors on a device are handed to an MPI library that says it is CUDA-aware once they are complete,
-else copied through pinned memory (`staging`); either beside the training.  Sums of all ranks and of
-fixed groups are NCCL's there (`process_group`).
+else copied through pinned memory (`staging`); either beside the training.  Sums are NCCL's there
+(`process_group`).
 """
 
 from __future__ import annotations

@@ -59,8 +59,6 @@ class Node:
     def __init__(self, net: Transport, size: int) -> None:
         self.net = net.sub("node")
         self.size = size
-        firsts = range(0, net.world_size, size)
-        net.fix_groups([range(first, first + size) for first in firsts])
         self.place = net.rank % size
         self.leader = net.rank - self.place
         self.members = range(self.leader, self.leader + size)

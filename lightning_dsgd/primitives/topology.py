@@ -29,17 +29,6 @@ def groups(version: int, world_size: int, group_size: int) -> list[list[int]]:
     return [list(group_of(first, version, world_size, group_size)) for first in firsts]
 
 
-def recurring_groups(world_size: int, group_size: int, most: int) -> list[list[int]]:
-    """Returns the groups of all versions, until those repeat; none if `most` versions differ."""
-    found: dict[tuple[int, ...], None] = {}
-    for version in range(most + 1):
-        before = len(found)
-        found.update(dict.fromkeys(map(tuple, groups(version, world_size, group_size))))
-        if len(found) == before:
-            return list(map(list, found))
-    return []
-
-
 def group_of(rank: int, version: int, world_size: int, group_size: int) -> tuple[int, ...]:
     """Returns the group of `groups` that a rank is in, without making the other groups."""
     if _is_power_of_two(world_size) and _is_power_of_two(group_size):

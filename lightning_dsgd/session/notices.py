@@ -90,10 +90,8 @@ def tell(
 
 
 def engines(algorithm: Algorithm, net: Transport, *, on_device: bool) -> list[str]:
-    """Returns what the network's own line on engines leaves open: groups, and rounded values."""
+    """Returns what the network's own line on engines leaves open: what carries rounded values."""
     texts, wire_dtype = [], getattr(algorithm, "wire_dtype", "float32")
-    if net.num_fixed_groups:
-        texts.append(f"{net.sum_engine} makes the sums of {net.num_fixed_groups} fixed groups too.")
     if on_device and wire_dtype != "float32" and net.world_size > 1:
         carrier = "messages carry what is rounded, through the host's memory"
         if net.sum_engine and algorithm.traits.engine_takes_rounded:

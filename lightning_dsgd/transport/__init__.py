@@ -11,7 +11,7 @@
     mesh              who is alive, over `connections`, each a `connection` after its `handshake`
     memory            what messages may take of it: what may lie unasked, and pinned chunks
     process_group     real ranks over TCP, with torch's own collectives for CUDA tensors
-    native            those collectives; `tickets`: the one order that they need; `native_sends`
+    native            those collectives; `native_groups`, `native_sends`; `tickets`: their one order
     mpi_job           whether mpiexec or srun has started the ranks
     rendezvous        how real ranks meet, before there is a transport
     counters          what a rank has sent, how long it has waited, and who is told of that

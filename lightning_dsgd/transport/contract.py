@@ -241,12 +241,7 @@ class Transport(Protocol):
     ends_with_peers: bool
     """Whether what started the ranks ends this process, at any moment, when another rank dies."""
     sum_engine: str
-    """What makes sums in groups that are fixed, as users know it; empty: messages."""
-
-    @property
-    def num_fixed_groups(self) -> int:
-        """In how many groups, besides all ranks, `sum_engine` makes sums."""
-        ...
+    """What makes sums, as users know it; empty: messages."""
 
     def now(self) -> float:
         """Returns the seconds on this transport's clock, real or virtual."""
@@ -328,15 +323,6 @@ class Transport(Protocol):
 
     def pull(self, like: Tensor, src: int) -> Work[Tensor]:
         """Receives the next tensor that `src` pushes to this rank, of the dtype of `like`."""
-        ...
-
-    def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
-        """Announces groups that will sum and broadcast again and again; has no other effect.
-
-        All ranks call it together, in the training thread, with the same groups, also groups
-        that they are not in; meanwhile no lane uses one of them.  A network may make
-        communicators for them, on which the source of a broadcast waits for the others, too.
-        """
         ...
 
     def expect_at_most(self, nbytes: int) -> None:

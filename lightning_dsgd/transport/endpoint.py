@@ -132,13 +132,6 @@ class Endpoint(Verbs, Transport):
         call = self._call((src, self.rank), "push")
         return self.pair_natively(call, like[:0]) or call.receive(like, 0)
 
-    @property
-    def num_fixed_groups(self) -> int:
-        return 0
-
-    def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
-        """Does nothing: sums are made of messages here."""
-
     def expect_at_most(self, nbytes: int) -> None:
         """Does nothing: all ranks are in this process."""
 

@@ -4,9 +4,9 @@
     starter     once all ranks have asked: calls torch's collective, on a stream of its own
     thread      wait: until that is called, then until the result is on the device
 
-They serve all ranks together, and groups that are fixed at the start, such as the nodes of a
-hierarchical strategy; each group has a communicator.  `tickets` says in which order collectives are
-begun, and why nobody waits for ever.
+This module serves all ranks together.  What groups and pairs do travels on the same communicator,
+that of all ranks: see `native_groups` and `native_sends`.  `tickets` says in which order all of
+these are begun, and why nobody waits for ever.
 
 **On a device.**  The ask is a message to the own rank, so the starter's stream waits for what has
 made the argument.  A thread that waits for a result asks again and again whether it is there, as
@@ -16,15 +16,14 @@ end of a lane end the wait, and not torch's watchdog, which would end the proces
 **Halves.**  Sums of bf16 travel as bf16, as with DDP: these are gradients, as weights are averaged
 in fp32.  Sums of fp16 are made in fp32, as fp16 might not hold the sum of what all ranks have.
 
-**After a loss.**  The starter aborts the communicators, which ends the kernels that wait for the
+**After a loss.**  The starter aborts the communicator, which ends the kernels that wait for the
 lost rank.  No thread can be inside NCCL then, as no other one calls it while collectives are under
-way.  A starter that is itself held up there is left behind, and the communicators with it; the
+way.  A starter that is itself held up there is left behind, and the communicator with it; the
 waits of the other threads end all the same.
 
-**Threads.**  `begin` is called by any thread, which puts the collective into `_asked`; the starter
-takes it out.  `fix` is called by the training thread.  All other fields are the starter's, whose
-methods are `launch`, `refuse` and `abandon`; once it has ended they belong to the thread that
-closes the network.
+**Threads.**  `ask` is called by any thread, which puts the collective into `_asked`; the starter
+takes it out.  All other fields are the starter's, whose methods are `launch`, `refuse` and
+`abandon`; once it has ended they belong to the thread that closes the network.
 """
 
 from __future__ import annotations
@@ -49,7 +48,18 @@ from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S
 from lightning_dsgd.transport.messages import CODES, DTYPES
 from lightning_dsgd.transport.processes import ProcessTransport
-from lightning_dsgd.transport.tickets import ALL, EXCHANGE, GATHER, SUM, SWAP, Form, Key, Tickets
+from lightning_dsgd.transport.tickets import (
+    ALL,
+    EXCHANGE,
+    GATHER,
+    PUSH,
+    SUM,
+    SWAP,
+    Form,
+    Key,
+    Members,
+    Tickets,
+)
 
 TAKEN: Final = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -57,27 +67,31 @@ TAKEN: Final = frozenset(
 )
 """The dtypes that NCCL and gloo can sum and broadcast."""
 W = TypeVar("W", bound="NativeCollective")
-_DONE_WITH: Final = {SUM: "to sum", EXCHANGE: "to exchange", GATHER: "to gather", SWAP: "to swap"}
+_DONE_WITH: Final = {
+    SUM: "to sum",
+    EXCHANGE: "to exchange",
+    GATHER: "to gather",
+    SWAP: "to swap",
+    PUSH: "to push",
+}
 LEFT_TO_US: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 """We end waits ourselves, and torch's calls return at once."""
 
 
-def make_group(device: torch.device, timeout_s: float, members: Sequence[int] | None = None) -> Any:
-    """Makes a process group for these collectives alone; all ranks call this together.
+def make_group(device: torch.device, timeout_s: float) -> Any:
+    """Makes a process group of all ranks for these collectives; all ranks call this together.
 
     The communicator is made at once where the device is known, and not in the first sum.
 
     Args:
         device: the device that this rank computes on
         timeout_s: after which waits for a collective end; torch's own limit is longer
-        members: the ranks of the group; None: all ranks
     """
     world = dist.group.WORLD
     assert world is not None
     is_known = device.type == "cpu" or world.bound_device_id is not None
     with environment(LEFT_TO_US):
         return dist.new_group(
-            None if members is None else list(members),
             backend=backend_for(device),
             timeout=timedelta(seconds=2 * timeout_s),
             device_id=None if is_known else port_of(device).device,
@@ -106,7 +120,7 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 
 class Native:
-    """One rank's end of the collectives by process groups; all ranks make it together.
+    """One rank's end of the collectives by a process group; all ranks make it together.
 
     Args:
         net: the network over which the ranks agree on an order
@@ -117,8 +131,7 @@ class Native:
         self._net = net
         self._port = net.mesh.port
         self.engine = library_for(self._port.device)
-        self._groups = [group]
-        self._numbers = {tuple(range(net.world_size)): ALL}
+        self._group = group
         self._asked: dict[Key, NativeCollective] = {}
         self._under_way: list[NativeCollective] = []
         self._is_aborted = False
@@ -126,63 +139,16 @@ class Native:
         control.counters = Counters()  # tickets are news, which nobody counts
         self._tickets = Tickets(control, self)
 
-    # ---- the training thread ----
-
-    def fix(self, groups: Sequence[Sequence[int]]) -> None:
-        """Makes a communicator for each group that has none; all ranks call it together."""
-        news = [m for group in groups if (m := tuple(group)) not in self._numbers and len(m) > 1]
-        if not news:
-            return
-        numbers = {}
-        for members in news:
-            numbers[members] = self._tickets.form(members)
-            with self._net.blaming(f"making a communicator of ranks {members}"):
-                made = make_group(self._port.device, self._net.timeout_s, members)
-            self._groups.append(made if self._net.rank in members else None)
-        self._net.sub("native-groups").barrier().wait()  # all know them before one asks
-        self._numbers.update(numbers)
-
-    @property
-    def num_fixed_groups(self) -> int:
-        """The number of groups, besides all ranks, that have a communicator."""
-        return len(self._numbers) - 1
-
     # ---- any thread ----
 
-    def can_take(self, x: Tensor, members: tuple[int, ...] | None = None) -> bool:
-        """Returns whether there is a communicator for these members, or a pair, and this tensor."""
-        has_group = members is None or members in self._numbers
-        return has_group and x.dtype in TAKEN and x.device == self._port.device
+    def can_take(self, x: Tensor) -> bool:
+        """Returns whether torch's calls can move this tensor."""
+        return x.dtype in TAKEN and x.device == self._port.device
 
-    def number_of(self, members: tuple[int, ...]) -> int:
-        """Returns the number of a group that has a communicator."""
-        return self._numbers[members]
-
-    def begin(
-        self, net: ProcessTransport, x: Tensor, call: Call, place: int | None = None
-    ) -> NativeCollective:
-        """Has a collective begun once all its members have called it.
-
-        Args:
-            net: the endpoint on which it is called
-            x: the argument, which will hold the result
-            call: who takes part, and which of the group's collectives it is
-            place: the place in the group of a broadcast's source; None: a sum
-        """
-        root = SUM if place is None else call.members[place]
-        work = NativeCollective(net, x, self._numbers[call.members], call, root)
-        if place is None:
-            own = len(x) * (call.me + 1) // call.size - len(x) * call.me // call.size
-            sent, messages = len(x) - own + own * (call.size - 1), 2 * (call.size - 1)
-        else:
-            messages = num_children((call.me - place) % call.size, call.size)
-            sent = messages * len(x)
-        return self.ask(work, sent * work.itemsize, messages)
-
-    def ask(self, work: W, num_bytes: int, messages: int) -> W:
-        """Asks for a ticket, and counts what this rank will send."""
+    def ask(self, work: W) -> W:
+        """Has a collective begun once all its members have asked; counts what this rank sends."""
         net, x = work.net, work.x
-        net.counters.count(self.engine, num_bytes, messages)
+        net.counters.count(self.engine, work.bytes_sent, work.messages_sent)
         work.tickets = self._tickets
         self._asked[work.ticket] = work
         net.mesh.mailboxes.collect(work)
@@ -190,7 +156,7 @@ class Native:
         return work
 
     def close(self) -> None:
-        """Ends the starter and the groups; after a loss, collectives may still be under way."""
+        """Ends the starter and the group; after a loss, collectives may still be under way."""
         with contextlib.suppress(Exception):  # of which all ranks know
             try:
                 self._tickets.stop(CLOSE_TIMEOUT_S)
@@ -200,17 +166,16 @@ class Native:
         if self._net.mesh.mailboxes.failure is not None or not is_idle:
             self.abandon()
         if not self._is_aborted:
-            for group in self._own_groups():
-                destroy_group(group)
+            destroy_group(self._group)
 
     # ---- the starter ----
 
     def launch(self, key: Key, lengths: Mapping[int, int]) -> None:
-        """Calls torch's collective, whose ticket has come; a pair's on the group of all ranks."""
+        """Calls torch's collective, whose ticket has come."""
         self._under_way = [work for work in self._under_way if not work.has_passed()]
         work = self._asked.pop(key)
         with self._net.blaming(work.describe()):
-            work.launch(self._groups[max(key[0], ALL)], self._port, lengths)
+            work.launch(self._group, self._port, lengths)
         self._under_way.append(work)
 
     def refuse(self, key: Key, least: Form, greatest: Form) -> None:
@@ -236,25 +201,20 @@ class Native:
             self._net.mesh.lose(self._net.rank, failed(failure))
         if not self._is_aborted:
             self._is_aborted = True
-            abort(self._own_groups(), self._port)
-
-    def _own_groups(self) -> list[Any]:
-        return [group for group in self._groups if group is not None]
+            abort(self._group, self._port)
 
 
-def abort(groups: Sequence[Any], port: Port) -> None:
-    """Aborts groups side by side, as the kernels of one may be queued behind another's."""
+def abort(group: Any, port: Port) -> None:
+    """Aborts a group in a thread of its own, as torch may not come back from this."""
 
-    def end(group: Any) -> None:
+    def end() -> None:
         with contextlib.suppress(Exception):  # the job ends all the same
             port.enter()
             group.abort()
 
-    threads = [threading.Thread(target=end, args=(group,), daemon=True) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(CLOSE_TIMEOUT_S)
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
+    thread.join(CLOSE_TIMEOUT_S)
 
 
 class NativeCollective(Expected):
@@ -266,22 +226,28 @@ class NativeCollective(Expected):
     Args:
         net: the endpoint on which the collective was called
         x: the argument and result
-        group: the number of its group
         call: who takes part, and which call it is
-        root: the rank whose x all take, or SUM
+        root: the rank whose x all take, or a name of `tickets`
+        group: the members, or ALL
     """
 
     tickets: Tickets
     """They tell who else has called it."""
+    bytes_sent = 0
+    """How many bytes leave this rank."""
+    messages_sent = 0
+    """In how many messages they would leave without an engine."""
     awaited = -1
     """For which rank its caller waits; -1: all."""
 
-    def __init__(self, net: ProcessTransport, x: Tensor, group: int, call: Call, root: int) -> None:
+    def __init__(
+        self, net: ProcessTransport, x: Tensor, call: Call, root: int, group: Members
+    ) -> None:
         super().__init__(net.rank, (call.channel, call.number), None)
         self.net, self.x, self.root = net, x, root
         self.ticket = group, call.channel, call.number
         self._members, self._kind = call.members, call.kind
-        self._y = x.float() if root == SUM and x.dtype == torch.float16 else x
+        self._y = x  # as it travels
         self._begin = time.monotonic()
         self._works: Sequence[Any] = ()
         self._mark = PASSED
@@ -296,15 +262,10 @@ class NativeCollective(Expected):
 
     def describe(self) -> str:
         """Says in words which collective this is."""
-        group, _, number = self.ticket
-        whose = "all ranks" if group == ALL else f"ranks {', '.join(map(str, self._members))}"
+        members, _, number = self.ticket
+        whose = f"ranks {', '.join(map(str, members))}" if members else "all ranks"
         path = self.net.path.strip("/")
         return f"{self._kind} number {number} of {whose}" + (f" [{path}]" if path else "")
-
-    @property
-    def itemsize(self) -> int:
-        """The bytes of an element, as it travels."""
-        return self._y.itemsize
 
     # ---- the starter ----
 
@@ -324,14 +285,11 @@ class NativeCollective(Expected):
         self.release(None)
 
     def call(self, group: Any, lengths: Mapping[int, int]) -> Sequence[Any]:
-        """Calls torch's collective, unless there is nothing to do, and returns torch's works."""
-        if not len(self._y):
-            return ()
-        self._is_launching = True  # no other rank has the sum, and so leaves, before this
-        if self.root == SUM:
-            return [dist.all_reduce(self._y, group=group, async_op=True)]
-        place = self._members.index(self.root)
-        return [dist.broadcast(self._y, group=group, async_op=True, group_src=place)]
+        """Calls torch, unless there is nothing to do, and returns torch's works.
+
+        Sets `_is_launching` before that: no other rank has the result, and so leaves, earlier.
+        """
+        raise NotImplementedError
 
     def release(self, failure: TransportError | None) -> None:
         """Lets the thread that called it go on: it is launched, or will not be."""
@@ -409,3 +367,35 @@ class NativeCollective(Expected):
             if not is_on_host(self._y):
                 port_of(self._y.device).keep(self._y)
         self._y = self.x
+
+
+class OfAll(NativeCollective):
+    """A sum or a broadcast of all ranks.
+
+    Args:
+        net: the endpoint on which it was called
+        x: the argument, which will hold the result
+        call: which of all ranks' collectives it is
+        place: the rank that broadcasts; None: a sum
+    """
+
+    def __init__(self, net: ProcessTransport, x: Tensor, call: Call, place: int | None) -> None:
+        super().__init__(net, x, call, SUM if place is None else place, ALL)
+        if place is None:
+            if x.dtype == torch.float16:
+                self._y = x.float()
+            own = len(x) * (call.me + 1) // call.size - len(x) * call.me // call.size
+            sent, self.messages_sent = len(x) - own + own * (call.size - 1), 2 * (call.size - 1)
+        else:
+            self.messages_sent = num_children((call.me - place) % call.size, call.size)
+            sent = self.messages_sent * len(x)
+        self.bytes_sent = sent * self._y.itemsize
+
+    def call(self, group: Any, lengths: Mapping[int, int]) -> Sequence[Any]:
+        """Calls torch's collective, unless there is nothing to do."""
+        if not len(self._y):
+            return ()
+        self._is_launching = True
+        if self.root == SUM:
+            return [dist.all_reduce(self._y, group=group, async_op=True)]
+        return [dist.broadcast(self._y, group=group, async_op=True, group_src=self.root)]

@@ -35,15 +35,15 @@ Within a node the rank that receives takes 9.6 MB per channel for each rank that
 way.  The price: what a rank exchanges with different ranks runs one after another.
 
 **Parts.**  A gather, or an exchange of parts whose lengths the ranks know, is begun once all its
-members have called it, as sums in `native` are.  NCCL sends and receives all parts in one group
-call; nothing goes through the host's memory.
+members have called it, as sums are; the members are all ranks, or any group.  NCCL sends and
+receives all parts in one group call; nothing goes through the host's memory.
 
 **Threads.**  As in `native`: any thread makes a `Pair` or `Parts`, and the starter launches it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,16 @@ from lightning_dsgd.devices import is_on_host, port_of
 from lightning_dsgd.transport.collectives import Call
 from lightning_dsgd.transport.native import NativeCollective
 from lightning_dsgd.transport.processes import ProcessTransport
-from lightning_dsgd.transport.tickets import EXCHANGE, GATHER, SWAP, pair_number
+from lightning_dsgd.transport.tickets import ALL, EXCHANGE, GATHER, PUSH, SWAP
+
+End = tuple[Any, Tensor, int]
+"""What a rank does in a batch: `isend` or `irecv`, of what, and with which rank."""
+
+
+def batch(group: Any, ends: Iterable[End]) -> Sequence[Any]:
+    """Sends and receives in one call what is not empty, and returns torch's works."""
+    calls = [dist.P2POp(do, x, peer, group) for do, x, peer in ends if len(x)]
+    return dist.batch_isend_irecv(calls) if calls else ()
 
 
 class Pair(NativeCollective):
@@ -67,11 +76,11 @@ class Pair(NativeCollective):
     """
 
     def __init__(self, net: ProcessTransport, x: Tensor, call: Call) -> None:
-        number = pair_number(min(call.members), max(call.members), net.world_size)
-        root = EXCHANGE if call.kind == "exchange" else call.members[0]
-        super().__init__(net, x, number, call, root)
+        root = EXCHANGE if call.kind == "exchange" else PUSH
+        super().__init__(net, x, call, root, call.members)
         self._peer = self.awaited = call.members[1 - call.me]
         self._theirs = x[:0]
+        self.bytes_sent, self.messages_sent = x.nbytes, int(root == EXCHANGE or call.me == 0)
 
     def missing(self, left: set[int]) -> int | None:
         return self._peer if self._peer in left and not self._is_launching else None
@@ -87,14 +96,12 @@ class Pair(NativeCollective):
     def call(self, group: Any, lengths: Mapping[int, int]) -> Sequence[Any]:
         """Sends and receives in one call what is not empty."""
         self._is_launching = True
-        ends: list[tuple[Any, Tensor]] = [(dist.isend, self.x)]
         if lengths[self._peer]:
             self._theirs = torch.empty(
                 lengths[self._peer], dtype=self.x.dtype, device=self.x.device
             )
-            ends.append((dist.irecv, self._theirs))
-        calls = [dist.P2POp(do, y, self._peer, group) for do, y in ends if len(y)]
-        return dist.batch_isend_irecv(calls) if calls else ()
+        ends = [(dist.isend, self.x, self._peer), (dist.irecv, self._theirs, self._peer)]
+        return batch(group, ends)
 
     @property
     def result(self) -> Tensor:
@@ -111,11 +118,10 @@ class Parts(NativeCollective):
     """A gather, or an exchange of parts.
 
     The members of a gather must agree on the length of what all get; those of an exchange have told
-    each other what comes.  A gather copies its tensor once for each member.
+    each other what comes.
 
     Args:
         net: the endpoint on which it was called
-        number: the number of the group
         call: who takes part, and which call it is
         into: will hold what comes
         from_each: how many elements come from each member
@@ -126,7 +132,6 @@ class Parts(NativeCollective):
     def __init__(
         self,
         net: ProcessTransport,
-        number: int,
         call: Call,
         into: Tensor,
         from_each: Sequence[int],
@@ -134,11 +139,13 @@ class Parts(NativeCollective):
         to_each: Sequence[int] | None,
     ) -> None:
         agreed, root = (into, GATHER) if to_each is None else (into[:0], SWAP)
-        super().__init__(net, agreed, number, call, root)
-        self._into, self._from_each = into, list(from_each)
-        self._to_each = [len(x)] * call.size if to_each is None else list(to_each)
-        self._sent = x.repeat(call.size) if to_each is None else x
-        self.bytes_sent = (sum(self._to_each) - self._to_each[call.me]) * into.itemsize
+        is_of_all = call.members == tuple(range(net.world_size))
+        super().__init__(net, agreed, call, root, ALL if is_of_all else call.members)
+        self._into, self._call = into, call
+        self._from_each = torch.split(into, list(from_each))
+        self._to_each = [x] * call.size if to_each is None else torch.split(x, list(to_each))
+        self.bytes_sent = sum(self._to_each[i].nbytes for i in call.others())
+        self.messages_sent = call.size - 1
 
     def missing(self, left: set[int]) -> int | None:
         """Returns a member that has left, before the ticket is here."""
@@ -147,10 +154,20 @@ class Parts(NativeCollective):
     def call(self, group: Any, lengths: Mapping[int, int]) -> Sequence[Any]:
         """Sends and receives all parts in one call."""
         self._is_launching = True
-        each = self._from_each, self._to_each
-        return [dist.all_to_all_single(self._into, self._sent, *each, group=group, async_op=True)]
+        ends: list[End] = []
+        for i in self._call.others():
+            peer = self._members[i]
+            ends.append((dist.isend, self._to_each[i], peer))
+            ends.append((dist.irecv, self._from_each[i], peer))
+        return batch(group, ends)
 
     @property
     def result(self) -> Tensor:
         """The parts that other ranks have sent, one after the other."""
         return self._into
+
+    def take(self) -> None:
+        """Puts this rank's own part beside those that have come, unless it is there."""
+        place, own = (parts[self._call.me] for parts in (self._from_each, self._to_each))
+        if len(place) and place.data_ptr() != own.data_ptr():
+            place.copy_(own)

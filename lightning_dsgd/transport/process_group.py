@@ -1,10 +1,9 @@
 """The network of messages over any wire, by default TCP, and of torch's collectives on CUDA.
 
 Messages travel on the wire, over TCP on the mesh's connections (`wire`); the process group is where
-ranks find each other's addresses.  On CUDA, NCCL sums and broadcasts the tensors of all ranks, and
-of groups fixed at the start (`native`), and carries what partners exchange (`native_sends`), if it
-is the process group's backend for the device, whatever has started the ranks.  Other groups are
-served by messages there too: a communicator for each would take memory on the device.
+ranks find each other's addresses.  On CUDA, NCCL sums and broadcasts the tensors of all ranks
+(`native`) and of any group (`native_groups`), and carries what partners exchange (`native_sends`),
+if it is the process group's backend for the device, whatever has started the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from torch import Tensor
 from lightning_dsgd.devices import COLLECTIVES, backend_for
 from lightning_dsgd.transport.collectives import Call
 from lightning_dsgd.transport.contract import Work
-from lightning_dsgd.transport.native import Native, destroy_group, make_group
+from lightning_dsgd.transport.native import Native, OfAll, destroy_group, make_group
+from lightning_dsgd.transport.native_groups import InShards
 from lightning_dsgd.transport.native_sends import Pair, Parts
 from lightning_dsgd.transport.processes import CPU, ProcessTransport, libraries
 from lightning_dsgd.transport.wire import TCPWire, Wire
@@ -70,8 +70,7 @@ class ProcessGroupTransport(ProcessTransport):
         elif kind in COLLECTIVES:
             faster.append(f"an MPI library that reads the memory of {kind}, for messages")
         if self._native is not None:
-            line += f"; {self.sum_engine} makes the sums of all ranks"
-            line += ", and carries what partners exchange"
+            line += f"; {self.sum_engine} makes sums, and carries what partners exchange"
         else:
             line += "; sums are made of messages too"
             if kind in COLLECTIVES and not self._may:
@@ -90,27 +89,19 @@ class ProcessGroupTransport(ProcessTransport):
         finally:
             super().close()
 
-    @property
-    def num_fixed_groups(self) -> int:
-        return 0 if self._native is None else self._native.num_fixed_groups
-
-    def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
-        if self._native is not None:
-            self._native.fix(groups)
-
     def sum_natively(self, call: Call, x: Tensor) -> Work[Tensor] | None:
-        native = self._native
-        if native is None or not native.can_take(x, call.members):
-            return None
-        self.check()
-        return native.begin(self, x, call)
+        return self._in_group(call, x, None)
 
     def broadcast_natively(self, call: Call, x: Tensor, place: int) -> Work[Tensor] | None:
+        return self._in_group(call, x, place)
+
+    def _in_group(self, call: Call, x: Tensor, place: int | None) -> Work[Tensor] | None:
         native = self._native
-        if native is None or not native.can_take(x, call.members):
+        if native is None or call.size == 1 or not native.can_take(x):
             return None
         self.check()
-        return native.begin(self, x, call, place)
+        is_of_all = call.members == tuple(range(self.world_size))
+        return native.ask((OfAll if is_of_all else InShards)(self, x, call, place))
 
     def spread_natively(
         self,
@@ -121,16 +112,14 @@ class ProcessGroupTransport(ProcessTransport):
         to_each: Sequence[int] | None,
     ) -> Work[Tensor] | None:
         native = self._native
-        if native is None or call.size == 1 or not native.can_take(into, call.members):
+        if native is None or call.size == 1 or not native.can_take(into):
             return None
         self.check()
-        work = Parts(self, native.number_of(call.members), call, into, from_each, x, to_each)
-        return native.ask(work, work.bytes_sent, call.size - 1)
+        return native.ask(Parts(self, call, into, from_each, x, to_each))
 
     def pair_natively(self, call: Call, x: Tensor) -> Work[Any] | None:
         native = self._native
         if native is None or not native.can_take(x):
             return None
         self.check()
-        pulls = call.kind == "push" and call.me == 1
-        return native.ask(Pair(self, x, call), x.nbytes, 0 if pulls else 1)
+        return native.ask(Pair(self, x, call))

@@ -9,8 +9,8 @@
     mesh       knows who is alive       one thread per process, over `connections`
 
 The process group is where ranks find each other's addresses.  On CUDA, NCCL sums and broadcasts
-dense tensors of all ranks and of fixed groups, whatever carries messages (see `native`).  Why not
-gloo's send and receive: they can neither be polled nor cancelled, and do not notice a dead peer.
+dense tensors, whatever carries messages (see `native` and `native_groups`).  Why not gloo's send
+and receive: they can neither be polled nor cancelled, and do not notice a dead peer.
 """
 
 from __future__ import annotations

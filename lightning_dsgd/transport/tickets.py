@@ -8,9 +8,10 @@ such order: one sums gradients, another averages weights, and on each rank anoth
     starter    a lane on each rank: passes on what is asked for, and begins collectives, one after
                another
 
-The starters form a tree whose root is rank 0 (`parent_of`).  Groups of ranks are known to all
-(`form`); the top of a group is the lowest rank of the tree below which all of its members are, and
-the top of all ranks is rank 0.  Messages to and from the parent:
+The starters form a tree whose root is rank 0 (`parent_of`).  A group is any ranks in any order;
+every message names its members, so nobody has to know of a group beforehand.  The top of a group is
+the lowest rank of the tree below which all of its members are, and the top of all ranks is rank 0.
+Messages to and from the parent:
 
 1. **Ask.**  Once a rank's own thread, if it is a member, and all its children with members below
    have asked for a collective, it asks its parent.
@@ -48,13 +49,15 @@ member never asks for ends with `Timeout`.  A lost rank ends every starter's wai
 it gives up what it has begun (`abandon`), and passes nothing on; the waits of all other threads end
 by themselves.
 
-**Pairs** of ranks are groups that nobody forms: the number of a pair tells its members.  Lengths
-may differ, for each rank is told both.  Such an ask is sent once the device has made what is to be
-sent, so nothing is launched before; the head of `native_sends` says why.
+**Pairs** are groups of two.  Where they exchange or push, lengths may differ: each rank is told
+both.
 
-**Threads.**  Any thread may `ask`; the training thread forms groups.  `_heard` and `_passed_on` are
-the starter's; others read them for errors, in single operations.  `Backend` is called by the
-starter alone.
+**When a rank asks.**  For all ranks it asks at once, and its device begins the collective once it
+has made the argument.  For a group, pairs among them, it asks once its device has made the
+argument, so nothing is launched before; the head of `native_sends` says why.
+
+**Threads.**  Any thread may `ask`.  `_heard` and `_passed_on` are the starter's; others read them
+for errors, in single operations.  `Backend` is called by the starter alone.
 """
 
 from __future__ import annotations
@@ -69,19 +72,22 @@ import torch
 
 from lightning_dsgd.transport.contract import ANY, PeerLost, Transport
 
-Key = tuple[int, int, int]
-"""A collective: the number of its group, its channel, and its number on that channel."""
+Members = tuple[int, ...]
+"""The ranks of a group, in its order, or `ALL`."""
+Key = tuple[Members, int, int]
+"""A collective: who takes part, its channel, and its number on that channel."""
 Form = tuple[int, int, int, int]
-"""The root of a broadcast or of what is pushed, SUM or another name below; the code of a dtype; a
-number of elements; who has asked.
+"""The root of a broadcast, or a name below; the code of a dtype; a number of elements; who has
+asked.
 """
 
 SUM: Final = -1
 EXCHANGE: Final = -2
 GATHER: Final = -3
 SWAP: Final = -4
-ALL: Final = 0
-"""The group of all ranks."""
+PUSH: Final = -5
+ALL: Final[Members] = ()
+"""Stands for all ranks, in their order."""
 
 _ASK: Final = 0
 _TICKET: Final = 1
@@ -139,25 +145,14 @@ class Tickets:
     def __init__(self, net: Transport, backend: Backend) -> None:
         self._me, self._world_size = net.rank, net.world_size
         self._backend = backend
-        self._groups: list[_Group] = []
         self._heard: dict[Key, _Asked] = {}
         self._passed_on: set[Key] = set()
         """The collectives that the parent was asked for, and has sent no ticket of."""
-        self.form(range(net.world_size))
         self._lane = net.spawn_lane(self._serve, "starter")
 
-    def form(self, members: Sequence[int]) -> int:
-        """Forms a group and returns its number; all ranks form the same groups in one order.
-
-        Whoever asks for a collective of the group must know that all others have formed the group.
-        """
-        self._groups.append(_group_of(tuple(members), self._me, self._world_size))
-        return len(self._groups) - 1
-
-    def _group(self, number: int) -> _Group:
-        if number >= 0:
-            return self._groups[number]
-        return _group_of(divmod(~number, self._world_size), self._me, self._world_size)
+    def _group(self, members: Members) -> _Group:
+        everyone = members or tuple(range(self._world_size))
+        return _group_of(everyone, self._me, self._world_size)
 
     # ---- any thread ----
 
@@ -165,10 +160,10 @@ class Tickets:
         """Asks for a collective of `numel` elements; the backend may be called from now on."""
         form = (root, code, numel, self._me)
         message = _message(_ASK, key, form, form)
-        if key[0] < 0:
-            self._lane.tell(message)
-        else:
+        if key[0] == ALL:
             self._lane.net.send(message, self._me)
+        else:
+            self._lane.tell(message)
 
     def known_callers(self, key: Key) -> list[int]:
         """Returns ranks known to have asked for a collective that has no ticket here yet."""
@@ -190,17 +185,28 @@ class Tickets:
         try:
             while True:
                 receipt = net.recv(_WORDS, ANY)
-                kind, group, channel, number, *forms = receipt.wait(math.inf).tolist()
-                key, least, greatest = (group, channel, number), _form(forms[:4]), _form(forms[4:])
-                if kind == _ASK:
-                    self._hear(net, key, least, greatest, receipt.source)
-                else:
-                    self._begin(net, key, least, greatest)
+                words = receipt.wait(math.inf).tolist()
+                self.take(net, words, receipt.source)
         except PeerLost:  # the waits of all other threads raise it as well
             self._backend.abandon()
         except Exception as failure:
             self._backend.abandon(failure)
             raise
+
+    def take(self, net: Transport, words: Sequence[int], source: int) -> None:
+        """Takes one message, and sends what follows from it.
+
+        Args:
+            net: the starter's endpoint
+            words: the message
+            source: the rank that has sent it
+        """
+        kind, channel, number, *rest = words
+        key, least, greatest = (tuple(rest[8:]), channel, number), _form(rest[:4]), _form(rest[4:8])
+        if kind == _ASK:
+            self._hear(net, key, least, greatest, source)
+        else:
+            self._begin(net, key, least, greatest)
 
     def _hear(self, net: Transport, key: Key, least: Form, greatest: Form, source: int) -> None:
         group = self._group(key[0])
@@ -223,7 +229,7 @@ class Tickets:
             net.send(_message(_TICKET, key, least, greatest), child)
         if self._me not in group.members:
             return
-        if key[0] < 0 and least[:2] == greatest[:2]:
+        if least[0] in (EXCHANGE, PUSH) and least[:2] == greatest[:2]:
             self._backend.launch(key, {rank: n for _, _, n, rank in (least, greatest)})
         elif least[:-1] == greatest[:-1]:
             self._backend.launch(key, {})
@@ -231,13 +237,8 @@ class Tickets:
             self._backend.refuse(key, least, greatest)
 
 
-def pair_number(a: int, b: int, world_size: int) -> int:
-    """Returns the number of a pair's group, whichever of the two comes first."""
-    return ~(min(a, b) * world_size + max(a, b))
-
-
 @lru_cache(maxsize=1024)
-def _group_of(members: tuple[int, ...], me: int, world_size: int) -> _Group:
+def _group_of(members: Members, me: int, world_size: int) -> _Group:
     top, group = min(members), frozenset(members)
     while max(members) not in _below(top, world_size):
         top = parent_of(top)
@@ -264,7 +265,8 @@ def _below(rank: int, world_size: int) -> Sequence[int]:
 
 
 def _message(kind: int, key: Key, least: Form, greatest: Form) -> torch.Tensor:
-    return torch.tensor([kind, *key, *least, *greatest])
+    members, channel, number = key
+    return torch.tensor([kind, channel, number, *least, *greatest, *members])
 
 
 def _form(words: Sequence[int]) -> Form:

@@ -12,10 +12,6 @@ different numbers cannot take each other's messages; two views of one number tha
 `sub` of the network each.  A channel carries the number itself as well, in its upper bits
 (`is_old`), by which a network tells what is left of views that have ended.
 
-**Engines.**  Groups can be fixed in the network below only by all of its ranks together.  So a view
-of some ranks fixes groups without an effect, unless every rank is in such a view, and all of these
-views fix their groups at the same time (`View.one_of`).
-
 **Threads.**  One thread uses a view, and others of its rank may send on it, as on any endpoint.
 """
 
@@ -59,7 +55,6 @@ class View(Endpoint):
         number: the view's number; all members give the same
     """
 
-    _alike: Sequence[Sequence[int]] = ()
     _sums_in_lanes = True
     _may_sum = True
 
@@ -87,24 +82,20 @@ class View(Endpoint):
     ) -> Self:
         """Returns this rank's view of several that hold each rank once and do the same.
 
-        All ranks call this together, and whatever fixes groups in a view.  The views are equally
-        long, and fix the same groups at the same time.
-
         Args:
             net: the network below
             views: the members of each view
             sums_in_lanes: whether lanes may sum by the engine of `net`; else by messages
         """
         view = cls(net, next(members for members in views if net.rank in members))
-        view._alike, view._sums_in_lanes = views, sums_in_lanes
-        view.fix_groups([range(view.world_size)])
+        view._sums_in_lanes = sums_in_lanes
         return view
 
     def _over(self, below: Endpoint, *, is_lane: bool = False) -> Self:
         """Returns the same view over another endpoint of this rank."""
         twin = object.__new__(type(self))
         twin._take(below, self.members, self.number)
-        twin._alike, twin._sums_in_lanes = self._alike, self._sums_in_lanes
+        twin._sums_in_lanes = self._sums_in_lanes
         twin._may_sum = self._may_sum and (self._sums_in_lanes or not is_lane)
         return twin
 
@@ -124,15 +115,6 @@ class View(Endpoint):
 
     def _numbered(self, channel: int) -> int:
         return self.number % (1 << _NUMBER_BITS) << _REST_BITS | channel & _REST
-
-    @property
-    def num_fixed_groups(self) -> int:
-        return self.below.num_fixed_groups
-
-    def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
-        views = self._alike or [self.members]
-        if sum(map(len, views)) == self.below.world_size:  # else not all ranks call it
-            self.below.fix_groups([[v[rank] for rank in group] for v in views for group in groups])
 
     def expect_at_most(self, nbytes: int) -> None:
         self.below.expect_at_most(nbytes)

@@ -140,9 +140,3 @@ def test_partners_are_mutual_and_leave_out_one_rank_where_p_is_odd(kind: str) ->
             if kind == "cycle":
                 distances = {(p - rank) % world_size for rank, p in enumerate(partners)}
                 assert distances <= {0, 1, world_size - 1}
-
-
-def test_recurring_groups_are_found_once_they_repeat() -> None:
-    """Of 8 ranks in pairs, three versions differ, with four pairs each."""
-    assert len(topology.recurring_groups(8, 2, most=3)) == 12
-    assert topology.recurring_groups(8, 2, most=2) == []

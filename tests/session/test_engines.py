@@ -1,17 +1,14 @@
-"""What rank 0 says of engines is true for the groups, and the rounded values, of this training."""
+"""What rank 0 says of engines is true for the rounded values of this training."""
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.session import notices
-from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.rank import Rank
 from tests.support.thorough import cases
 from tests.support.worlds import NativeWorld
@@ -28,10 +25,6 @@ ROUNDED = {
     "sparse_loco:local_steps=2:wire_dtype=int8": "gloo",
 }
 SIZE = 4096
-
-
-def start(net: Any, spec: str) -> None:
-    Rank(net, make_algorithm(spec), torch.zeros(4)).finish()
 
 
 def train(net: Any, spec: str) -> tuple[list[str], dict[str, int]]:
@@ -74,46 +67,3 @@ def test_what_is_rounded_travels_by_the_engine_that_rank_0_names(specs: list[str
         assert any(line.startswith(said) for line in lines), (spec, lines)
         name = "TCP" if carrier == "messages" else carrier
         assert sent[name] == max(sent.values()), (spec, sent)
-
-
-def fix(net: Any) -> list[list[str]]:
-    return [train(net.sub(spec), spec)[0] for spec in ("no_sync", "wagma:group_size=2")]
-
-
-def test_groups_that_are_fixed_are_counted() -> None:
-    [(none, (told, waits, said)), *_] = NativeWorld().run(4, fix)
-    assert none == []
-    assert told == said == "gloo makes the sums of 4 fixed groups too."  # `tell`, and `engines`
-    assert "with overlap=True they train on" in waits
-
-
-def warned(num_ranks: int, spec: str, caplog: pytest.LogCaptureFixture) -> list[str]:
-    def run(net: Any) -> None:
-        net.sum_engine = "NCCL"
-        start(net, spec)
-
-    caplog.clear()
-    SimulatedWorld(num_ranks).run(run)
-    return [record.message for record in caplog.records if record.levelname == "WARNING"]
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "spec", "ways"),
-    [
-        (24, "wagma", "NCCL makes them with group_size=5, or a number of ranks and a"),
-        (28, "wagma", "NCCL makes them with a number of ranks and a group_size that are powers"),
-        (24, "wagma:group_size=5", ""),
-        (12, "wagma", ""),
-        (16, "wagma", ""),
-    ],
-)
-def test_wagma_warns_once_where_its_groups_leave_nccl(num_ranks, spec, ways, caplog):
-    said = warned(num_ranks, spec, caplog)
-    if not ways:
-        assert said == []
-        return
-    [text] = said
-    assert f"more than 8 for a rank with group_size=4 of {num_ranks} ranks" in text
-    assert ways in text
-    assert text.endswith("a group_size that are powers of two")
-    assert re.search("messages make these sums, through the host's memory", text)

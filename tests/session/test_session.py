@@ -75,15 +75,15 @@ class Pair(Adversaries):
 
 def fit_uneven_natively(name: str, make: Callable[..., Any]) -> tuple[Tensor, int]:
     num_sums = 0
-    init, begin = ProcessGroupTransport.__init__, Native.begin
+    init, ask = ProcessGroupTransport.__init__, Native.ask
 
     def count(*args: Any) -> Any:
         nonlocal num_sums
         num_sums += 1
-        return begin(*args)
+        return ask(*args)
 
     ask_gloo()
-    Native.begin = count  # type: ignore[method-assign]
+    Native.ask = count  # type: ignore[method-assign]
     ProcessGroupTransport.__init__ = partialmethod(init, native_devices=("cpu",))  # type: ignore[assignment]
     state, _ = fit_uneven(name, make)
     return state, num_sums

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.worlds import FakeWorld, Outcome, ProcessWorld, collect, run_joined
+from tests.support.worlds import FakeWorld, Outcome, ProcessWorld, ask_gloo, collect, run_joined
 
 ROOT = Path(__file__).parents[2]
 SIZE = 4
@@ -143,6 +143,8 @@ class MPIWorld(ProcessWorld):
         return {**vars(self), "job": None}
 
     def _open(self) -> Any:
+        if self.native_devices:
+            ask_gloo()
         return _transport()(
             self.timeout_s,
             self.heartbeat_timeout_s,

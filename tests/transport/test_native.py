@@ -34,7 +34,7 @@ def test_the_contract_holds(world_size: int) -> None:
 
 def sum_by_torch(net: Any) -> str:
     collectives.all_reduce_is_exact_where_sums_are(net)
-    collectives.groups_that_are_fixed_do_the_same(net)
+    collectives.groups_are_independent(net)
     work = net.all_reduce(torch.ones(1))
     assert isinstance(work, NativeCollective)
     work.wait()
@@ -43,31 +43,29 @@ def sum_by_torch(net: Any) -> str:
 
 @every_mpi
 def test_torch_sums_under_mpiexec_too(python: str, mpi_jobs: Callable[[str], MPIJob]) -> None:
-    line = (
-        "Messages travel over MPI; gloo makes the sums of all ranks, and carries what partners "
-        "exchange."
-    )
+    line = "Messages travel over MPI; gloo makes sums, and carries what partners exchange."
     world = MPIWorld(job=mpi_jobs(python), native_devices=("cpu",))
     assert world.run(3, sum_by_torch) == [line] * 3
 
 
 def in_groups(net: Any, device: torch.device = CPU) -> list[float]:
     halves, pairs, me = [[0, 1], [2, 3]], [[0, 2], [1, 3]], net.rank
-    net.fix_groups(halves)
-    net.fix_groups([*halves, *pairs])
     half, across = halves[me // 2], View.one_of(net.sub("across"), pairs)
     x, y, z = (torch.tensor([10.0 * me] * 2, device=device) for _ in range(3))
+    own = torch.ones(1, device=device)
+    of_two = torch.full((3,), float(me), dtype=torch.bfloat16, device=device)
     works = [
         net.all_reduce(x, half),
         across.all_reduce(y),
         net.broadcast(z, half[1], half),
-        net.broadcast(torch.ones(3, dtype=torch.bfloat16, device=device), 2),
+        net.broadcast(of_two, 2),
         across.broadcast(torch.ones(0, device=device), 1),
+        net.gather_into(torch.empty(2, device=device), own, [1, 1], half),
     ]
     assert all(isinstance(work, NativeCollective) for work in works)
     for work in works if me % 2 else reversed(works):
         work.wait()
-    found = [float(tensor[1]) for tensor in (x, y, z)]
+    found = [float(tensor[1]) for tensor in (x, y, z, of_two)]
     assert not isinstance(net.all_reduce(torch.ones(1, device=device), [me]), NativeCollective)
     with pytest.raises(TransportError, match=rf"sum, or take .* of ranks {half[0]}, {half[1]}"):
         net.broadcast(torch.ones(2, device=device), half[me % 2], half).wait()
@@ -80,10 +78,10 @@ def in_groups(net: Any, device: torch.device = CPU) -> list[float]:
 def check_groups(ranks: list[list[float]]) -> None:
     for rank, found in enumerate(ranks):
         a, b = (0, 1) if rank < 2 else (2, 3)
-        assert found == [10.0 * (a + b), 10.0 * (2 * (rank % 2) + 2), 10.0 * b]
+        assert found == [10.0 * (a + b), 10.0 * (2 * (rank % 2) + 2), 10.0 * b, 2.0]
 
 
-def test_groups_that_are_fixed_sum_and_broadcast() -> None:
+def test_groups_sum_and_broadcast() -> None:
     check_groups(WORLD.run(4, in_groups))
 
 

@@ -7,7 +7,7 @@ calls it.  As NCCL does, it mixes sums up unless all ranks call it in one order.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -90,8 +90,8 @@ class FakeNCCL:
             return FakeWork(self.fake.mark())
 
 
-def _group_of_gloo(_: torch.device, __: float, members: Sequence[int] | None = None) -> Any:
-    return dist.new_group(None if members is None else list(members), backend="gloo")
+def _group_of_gloo(_: torch.device, __: float) -> Any:
+    return dist.new_group(backend="gloo")
 
 
 @dataclass

@@ -122,11 +122,6 @@ def groups_are_independent(net: Transport) -> None:
     talk_in_groups(net, halves_of(net)[net.rank % 2])
 
 
-def groups_that_are_fixed_do_the_same(net: Transport) -> None:
-    net.fix_groups(halves_of(net))
-    talk_in_groups(net, halves_of(net)[net.rank % 2])
-
-
 def halves_of(net: Transport) -> list[list[int]]:
     return [list(range(i, net.world_size, 2)) for i in range(2)]
 

@@ -35,7 +35,6 @@ IN_ORDER = (
     collectives.broadcast_comes_from_each_root,
     collectives.nobody_leaves_a_barrier_before_the_last_has_come,
     collectives.groups_are_independent,
-    collectives.groups_that_are_fixed_do_the_same,
     collectives.many_collectives_may_be_under_way,
     collectives.done_becomes_true_without_wait,
     lanes.lanes_do_not_disturb_each_other,
