@@ -98,7 +98,7 @@ def form_for(x: Tensor, p: Tensor) -> Form:
     try:
         from lightning_dsgd.replica import wide_triton
 
-        wide_triton.follow(x.new_zeros(1), p.new_zeros(1))
+        _check_alike(wide_triton.follow, x, p)
     except Exception as error:  # kernels may not compile, as without a C compiler
         warnings.warn(
             f"weights in {p.dtype} are brought up to date by ten kernels in place of one, as "
@@ -107,6 +107,17 @@ def form_for(x: Tensor, p: Tensor) -> Form:
         )
         return follow_plainly
     return wide_triton.follow
+
+
+def _check_alike(follow: Form, x: Tensor, p: Tensor) -> None:
+    """Raises `RuntimeError` unless a form makes the bits of `follow_plainly` on this device."""
+    values = [1.0, 1.0 + 2.0**-10, 0.1, -3.0, 2.0**-140, 0.0, 7.0]
+    expected, now = x.new_tensor(values), p.new_tensor([2.0, 1.5, 0.0, -3.0, 0.0, 1.0, 2.0**-20])
+    found = expected.clone()
+    follow_plainly(expected, now)
+    follow(found, now)
+    if not found.equal(expected):
+        raise RuntimeError(f"its kernel gives {found.tolist()} in place of {expected.tolist()}")
 
 
 def follow_plainly(x: Tensor, p: Tensor) -> None:

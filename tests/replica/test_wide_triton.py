@@ -35,20 +35,23 @@ def test_the_kernel_equals_plain_torch_on_a_gpu() -> None:
     run_oracle("cuda")
 
 
-def test_the_kernel_is_taken_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
+def no_compiler(x: Any, p: Any) -> None:
+    raise RuntimeError("Failed to find C compiler")
 
-    def follow(x: Any, p: Any) -> None:
-        tried.append(len(x))
-        if len(tried) > 1:
-            raise RuntimeError("Failed to find C compiler")
 
+def nothing(x: Any, p: Any) -> None:
+    """A kernel that leaves x as it was."""
+
+
+def test_the_kernel_is_taken_where_it_runs_and_makes_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert wide.form_for(X, P) is wide.follow_plainly  # on a CPU
-    made = SimpleNamespace(follow=follow)
+    made = SimpleNamespace(follow=lambda x, p: wide.follow_plainly(x, p))
     monkeypatch.setattr(devices, "runs_triton", lambda _: True)
     monkeypatch.setitem(sys.modules, "lightning_dsgd.replica.wide_triton", made)
     monkeypatch.setattr(replica, "wide_triton", made, raising=False)
-    assert wide.form_for(X, P) is follow
-    with pytest.warns(UserWarning, match="in torch.bfloat16 .* ten kernels .*: Failed to find C"):
-        assert wide.form_for(X, P) is wide.follow_plainly
-    assert tried == [1, 1]
+    assert wide.form_for(X, P) is made.follow
+    for made.follow, why in ((no_compiler, "Failed to find C"), (nothing, "its kernel gives")):
+        with pytest.warns(UserWarning, match=f"in torch.bfloat16 .* ten kernels .*: {why}"):
+            assert wide.form_for(X, P) is wide.follow_plainly
