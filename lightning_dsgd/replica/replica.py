@@ -257,6 +257,7 @@ class Replica:
             for part in self.parts:
                 part.weights.open()
             self._to_load.give(self.parts)
+            self._close(self.parts)
         watch = self.net.counters.watch
         with nullcontext() if watch is None else exchanging(watch, self.net.now):
             parts = self._parts_of(optimizer)
@@ -273,9 +274,14 @@ class Replica:
         self._num_steps += 1  # not before: it may be made again after a loss
 
     def _must_look(self, part: Part) -> bool:
-        """Returns whether x must be up to date before an update, whatever the algorithm does."""
-        looks = not part.algorithm.traits.looks_itself
-        return looks or self._scales_steps or self.goes_on
+        """Returns whether x must be up to date before an update, whatever the algorithm does.
+
+        A class of another package may look at x where the one of ours that it extends does not.
+        """
+        algorithm = part.algorithm
+        is_ours = type(algorithm).__module__.partition(".")[0] == __name__.partition(".")[0]
+        looks_itself = is_ours and algorithm.traits.looks_itself
+        return not looks_itself or self._scales_steps or self.goes_on
 
     def _before_update(self, part: Part) -> None:
         traits = part.algorithm.traits

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.algorithms.diloco import DiLoCo
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.replica.wide import WideParameters
 from lightning_dsgd.simulated import SimulatedWorld
@@ -104,6 +105,33 @@ def test_no_bit_depends_on_how_seldom_weights_are_looked_at(name: str) -> None:
         assert all(map(torch.equal, found, expected))
         assert figures == pytest.approx(others, abs=1e-9)
         assert not found[-2].equal(found[0])
+
+
+class Watched(DiLoCo):
+    """Looks at x before each update, which `DiLoCo` does not."""
+
+    def before_update(self, x: Tensor, g: Tensor) -> None:
+        super().before_update(x, g)
+        self.seen = x.sum().item()
+
+
+def test_a_class_of_another_package_has_newest_weights_before_updates() -> None:
+    parameters = nn.ParameterList([torch.zeros(3).bfloat16()])
+    optimizer = torch.optim.SGD(parameters, 1.0)
+
+    def train(net: Any) -> None:
+        replica = Replica(net, parameters, [optimizer], Watched())
+        replica.synchronize()
+        for number in range(1, 4):
+            parameters[0].data += 1  # by a script, between two steps
+            parameters[0].grad = torch.zeros(3).bfloat16()
+            replica.before_update(optimizer)
+            optimizer.step()
+            replica.after_update(optimizer)
+            assert replica.parts[0].algorithm.seen == 3.0 * number
+        replica.stop()
+
+    SimulatedWorld(1).run(train)
 
 
 # ---- what a step queues on a device ----
