@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance
 
 ROOT = Path(__file__).parents[2]
@@ -204,8 +205,10 @@ def main() -> None:
     groups = groups_of(tests, args.part)
     if not groups:
         parser.error(f"CLONE must have tests of ddp in tests/tests_pytorch, got {args.clone}")
-    command = shlex.join(["python", "-m", "tests.programs.lightnings_own", *sys.argv[1:]])
-    report: dict[str, Any] = {**provenance(command), "passed": {}, "failed": {}}
+    given = ["CLONE" if word == str(args.clone) else word for word in sys.argv[1:]]
+    command = shlex.join(["python", "-m", "tests.programs.lightnings_own", *given])
+    settings = {"hyperparameters": in_force(args.strategies.split(","), [2])}
+    report: dict[str, Any] = {**provenance(command), **settings, "passed": {}, "failed": {}}
     with_ddp: Rows = {}
     for strategy in args.strategies.split(","):
         rows = all_outcomes(tests, strategy, groups)

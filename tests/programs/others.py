@@ -28,6 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,10 @@ LIMIT_S = 900
 """How long a program may train."""
 MAY_DIFFER = 1e-3
 """By how much losses that should be equal may differ, relatively: sums in another order."""
-ON_TORCHRUN = ("{bin}/python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+RANKS = 2
+ON_TORCHRUN = (
+    *("{bin}/python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"),
+)
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,8 @@ def main() -> None:
     args = parser.parse_args()
     whole = args.folder.resolve()
     whole.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "-m", "tests.programs.others", *sys.argv[1:]])
+    given = ["FOLDER" if word == str(args.folder) else word for word in sys.argv[1:]]
+    command = shlex.join(["python", "-m", "tests.programs.others", *given])
     rows: list[dict[str, Any]] = []
     for name in args.programs.split(","):
         program = PROGRAMS[name]
@@ -252,7 +257,9 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             rows.append(row)
         if args.output:
-            report = {**provenance(command), "rows": rows}
+            ours = {row["strategy"].lower() for row in rows}
+            settings = {"hyperparameters": in_force(sorted(ours), [RANKS])}
+            report = {**provenance(command), **settings, "rows": rows}
             args.output.write_text(json.dumps(report, indent=1) + "\n")
     far = [r for r in rows if abs(r["loss"] / r["with_ddp"] - 1) > MAY_DIFFER]
     if far:

@@ -122,9 +122,10 @@ def test_the_lines_stand_once_and_on_rank_0_alone(face: str, tmp_path: Path) -> 
 
 
 class OnGPU:
-    """Weights of which only their place and their number are asked."""
+    """Weights of which only their place and their size are asked."""
 
     device = torch.device("cuda", 0)
+    nbytes = 40
 
     def __len__(self) -> int:
         return 10
@@ -135,7 +136,7 @@ def test_few_hardware_queues_are_told(monkeypatch: pytest.MonkeyPatch, given: st
     monkeypatch.delenv(CONNECTIONS, raising=False)
     if given is not None:
         monkeypatch.setenv(CONNECTIONS, given)
-    net = SimpleNamespace(world_size=2, num_fixed_groups=0, sum_engine="NCCL")
+    net = SimpleNamespace(world_size=2, sum_engine="NCCL")
     part = SimpleNamespace(optimizer=torch.optim.SGD(MODEL.parameters(), 0.1), x=OnGPU())
     training = SimpleNamespace(
         replica=SimpleNamespace(net=net, parts=[part]), algorithm=make_algorithm("allreduce")

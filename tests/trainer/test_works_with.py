@@ -355,8 +355,10 @@ def test_ranks_that_step_together_prune_the_same_weights() -> None:
 def rows() -> list[tuple[str, str]]:
     """The features of the page, each with the test that shows it."""
     page = (ROOT / "docs" / "works_with.md").read_text()
-    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.endswith("` |")]
-    return [(feature, shown_by.strip("`")) for feature, _, shown_by in lines]
+    _, _, table = page.partition("| feature |")
+    lines = [line for line in table.partition("\n\n")[0].splitlines() if line.endswith("` |")]
+    cells = [line.strip("| ").split(" | ") for line in lines]
+    return [(feature, shown_by.strip("`")) for feature, _, shown_by in cells]
 
 
 def test_every_row_without_another_test_has_a_case_and_none_is_listed_twice() -> None:
