@@ -87,10 +87,11 @@ class InShards(NativeCollective):
     def call(self, group: Any, lengths: Mapping[int, int]) -> Sequence[Any]:
         """Makes two batched calls for each piece."""
         works: list[Any] = []
+        room = self._room_for_shares()
         for piece in self._pieces:
             self._is_launching = True
             shards = self._shards(piece)
-            own, came = shards[self._call.me], self._room_for_shares(shards)
+            own, came = shards[self._call.me], self._shares(shards, room)
             to_owners = batch(group, self._to_owners(shards, came))
             for work in to_owners:
                 work.wait()  # on a device it holds up the starter's stream, and not the starter
@@ -99,12 +100,22 @@ class InShards(NativeCollective):
             works += [*to_owners, *batch(group, self._to_members(shards))]
         return works
 
-    def _room_for_shares(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Returns, in the order of members, this one's share of a sum and room for the others'."""
-        if self._place is not None:
+    def _room_for_shares(self) -> list[Tensor]:
+        """Returns room for what an owner gets of a piece, in the order of members.
+
+        All pieces use it, one after the other.  Room of its own for each would stay taken until the
+        device has come to the last of them, as the host is ahead of it.
+        """
+        if self._place is not None or not self._pieces:
             return []
-        own = shards[self._call.me]
-        return [own if i == self._call.me else torch.empty_like(own) for i in range(len(shards))]
+        own = self._shards(self._pieces[0])[self._call.me]  # no later piece is longer
+        return [torch.empty_like(own) for _ in range(self._call.size)]
+
+    def _shares(self, shards: Sequence[Tensor], room: Sequence[Tensor]) -> list[Tensor]:
+        """Returns, in the order of members, this one's share of a sum and room for the others'."""
+        me = self._call.me
+        own = shards[me]
+        return [own if i == me else room[i][: len(own)] for i in range(len(room))]
 
     def _to_owners(self, shards: Sequence[Tensor], came: Sequence[Tensor]) -> list[End]:
         """Returns the first call: what this rank sends to owners, and what it gets as an owner."""

@@ -74,6 +74,22 @@ def test_the_bits_are_those_of_messages() -> None:
             assert a.equal(c)
 
 
+def rooms_of_a_sum_of_two(net: Any) -> int:
+    """How many tensors a sum in three pieces makes for what comes to this rank."""
+    if net.rank == 2:
+        return 0
+    with (
+        mock.patch.object(native_groups, "PIECE", PIECE),
+        mock.patch.object(torch, "empty_like", wraps=torch.empty_like) as made,
+    ):
+        net.all_reduce(noise(1001, seed=net.rank), [0, 1]).wait()
+    return made.call_count
+
+
+def test_all_pieces_of_a_sum_come_to_the_same_place() -> None:
+    assert WORLD.run(3, rooms_of_a_sum_of_two) == [2, 2, 0]
+
+
 def sum_by_messages(net: Any, dtype: torch.dtype) -> Tensor:
     return net.all_reduce(noise(50, dtype, seed=net.rank)).wait()  # type: ignore[no-any-return]
 
