@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.diloco import DiLoCo
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.replica.wide import WideParameters
 from lightning_dsgd.simulated import SimulatedWorld
@@ -132,6 +133,39 @@ def test_a_class_of_another_package_has_newest_weights_before_updates() -> None:
         replica.stop()
 
     SimulatedWorld(1).run(train)
+
+
+def resume_with_two_optimizers(net: Any) -> float:
+    """A resume that waits for what is frozen; what another optimizer's weight is in the end."""
+    first, second, frozen = weights = nn.ParameterList([torch.ones(1).bfloat16() for _ in range(3)])
+    optimizers = [torch.optim.SGD([first, frozen], 1.0), torch.optim.SGD([second], 1.0)]
+
+    def step(replica: Replica, number: int) -> None:
+        for p in weights:
+            p.grad = torch.full((1,), 0.25).bfloat16()
+        replica.before_update(optimizers[number])
+        optimizers[number].step()
+        replica.after_update(optimizers[number])
+
+    before = Replica(net.sub("before"), weights, optimizers, LocalSGD())
+    before.synchronize()
+    step(before, 0)
+    before.settle()
+    saved = before.state_dict(), before.names()
+    before.stop()
+    frozen.requires_grad_(False)
+    replica = Replica(net.sub("after"), weights, optimizers, LocalSGD())
+    replica.load_state_dict(*saved)
+    frozen.requires_grad_(True)
+    step(replica, 0)
+    second.data.fill_(8.0)  # by a script, between the steps of two optimizers
+    step(replica, 1)
+    replica.stop()
+    return second.item()
+
+
+def test_a_resume_that_waited_overwrites_nothing_of_another_optimizer() -> None:
+    assert SimulatedWorld(1).run(resume_with_two_optimizers) == [7.75]
 
 
 # ---- what a step queues on a device ----
