@@ -37,6 +37,8 @@ from lightning_dsgd.lab.stragglers import delayed_ranks
 
 _CORES: Final = 2
 _RECORDED_STEPS: Final = 60
+_AS_MEASURED: Final = {"local_sgd": "local_sgd:sync_period=8"}
+"""What a name stood for, where a result has no record of hyperparameters."""
 
 
 def check(result: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
@@ -70,9 +72,14 @@ def check(result: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
     for spec, steps_per_s in measured.items():
         row: dict[str, Any] = {"strategy": spec, "measured": steps_per_s, "predicted": None}
         if spec == decisions.DDP or parse(spec)[0] in ALGORITHMS:
-            row["predicted"] = predict(spec, world_size, machine, steps, rounds)
+            row["predicted"] = predict(_meant(spec, result), world_size, machine, steps, rounds)
         rows.append(row)
     return rows, overhead_s
+
+
+def _meant(spec: str, result: dict[str, Any]) -> str:
+    """Returns the strategy that a result has measured, in today's words."""
+    return spec if "hyperparameters" in result else _AS_MEASURED.get(spec, spec)
 
 
 def _machine(settings: dict[str, Any]) -> Machine:
@@ -124,7 +131,7 @@ def of_turns(result: dict[str, Any]) -> list[dict[str, Any]]:
         def rate(
             spec: str, machine: Machine = machine, epoch_steps: int | None = epoch_steps
         ) -> float:
-            choice = dealt(spec)
+            choice = dealt(_meant(spec, result))
             done = run(
                 choice.strategy, size, machine, steps, epoch_steps=epoch_steps, data=choice.data
             )

@@ -27,7 +27,7 @@ from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.fit import Sleeper
 from lightning_dsgd.lab.jobs.job import Job
 
-STRATEGIES = "ddp,local_sgd,wagma,hpsgd"
+STRATEGIES = "ddp,local_sgd:sync_period=8,wagma,hpsgd"
 
 
 def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ from lightning_dsgd.lab.target_rows import BASELINE, Chosen, curves, label, summ
 
 STRATEGIES: Final = (
     "allreduce,allreduce:wire_dtype=int8:overlap=true,allreduce:wire_dtype=int8:delay=1,"
-    "local_sgd:sync_period=1:scale_steps=true,local_sgd,hpsgd,hpsgd:max_local_steps=2,hpsgd:max_local_steps=8,adpsgd,"
+    "local_sgd:sync_period=1:scale_steps=true,local_sgd:sync_period=8,hpsgd,hpsgd:max_local_steps=2,hpsgd:max_local_steps=8,adpsgd,"
     "popsgd,popsgd:blocking=true,sgp,sgp:overlap=1,eager_sgd,wagma,wagma:overlap=true"
 )
 DEFAULTS: Final[dict[str, tuple[int, str]]] = {
