@@ -280,8 +280,9 @@ def _takes_strategies(times: Times) -> bool:
 def advised(found: list[Remedy], verdict: Verdict) -> Remedy | None:
     """Returns what to do first; None: stay with what is in use.
 
-    The remedy of the cause itself comes first, if it is worth it: most of them keep DDP.  Where no
-    line would help, as with late ranks of FSDP, it is to mend these ranks.
+    The remedy of the cause itself comes first, if it is worth it: most of them keep DDP.  Then come
+    all others, the best first.  Where none of them is worth it, as with late ranks of FSDP, it is
+    to mend these ranks.
     """
     if verdict.cause == "none":
         return None
@@ -292,7 +293,7 @@ def advised(found: list[Remedy], verdict: Verdict) -> Remedy | None:
     ]
     by_name = {remedy.name: remedy for remedy in worth}
     labels = map(_name_of, _of_situation(verdict))
-    names = (*_OF_CAUSE.get(verdict.cause, ()), *labels, "mended")
+    names = (*_OF_CAUSE.get(verdict.cause, ()), *labels)
     own = [by_name[name] for name in names if name in by_name]
     others = [remedy for remedy in worth if remedy.name not in _ONLY_FOR_ITS_CAUSE]
     last = [remedy for remedy in worth if remedy.name == "mended"]

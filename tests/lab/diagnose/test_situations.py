@@ -20,6 +20,7 @@ from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.diagnose.remedies import (
     STRATEGIES,
+    Remedy,
     advised,
     chosen,
     pieces_of,
@@ -258,8 +259,30 @@ def slow_and_loaded(s: made.Setting, step: int, rank: int, own: made.Own) -> Non
 def test_where_no_strategy_is_advised_the_late_rank_is_to_be_mended() -> None:
     found, said = told(slow_and_loaded, cores=2, threads=1)
     assert (found.cause, found.ranks) == ("slow", (VICTIM,))
-    assert any(line.startswith("Next:    mend what is slow: ") for line in said)
+    assert any(line.startswith("Next:    mend what makes these ranks slow") for line in said)
     assert not any("stay with ddp" in line for line in said)
+
+
+def gains(name: str, gain: float) -> Remedy:
+    return Remedy(name, "", "", gain, 0.97 * gain, 1.03 * gain)
+
+
+@pytest.mark.parametrize(
+    ("others", "first"),
+    [
+        ([("claimed", 1.4), ("int8", 1.5)], "claimed"),
+        ([("claimed", 1.02), ("int8", 1.3), ("lighter", 1.1)], "int8"),
+        ([("cores", 1.9), ("lighter", 1.1)], "lighter"),
+        ([("claimed", 1.02), ("int8", 1.04), ("cores", 1.9)], "mended"),
+    ],
+)
+def test_the_late_rank_is_to_be_mended_where_nothing_else_gains_5_percent(
+    others: list[tuple[str, float]], first: str
+) -> None:
+    found = sorted([("mended", 2.9), *others], key=lambda each: -each[1])
+    best = advised([gains(*each) for each in found], Verdict("slow", (VICTIM,), 0.4))
+    assert best is not None
+    assert best.name == first
 
 
 def on_one_machine(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
