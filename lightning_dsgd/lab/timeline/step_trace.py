@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dsgd.data.units import loaders
 from lightning_dsgd.lab import trackers
@@ -33,9 +34,10 @@ from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, Recorder
 from lightning_dsgd.lab.timeline.watch import Watch, items_in, watched_in
 from lightning_dsgd.trainer import seams
 
-_FETCHES: Final = {".train_dataloader_next": "load", ".batch_to_device": "copy"}
-"""How the Trainer's loop names, for its profiler, that it waits for the loader, and that it brings
-a batch to the device; and what that is in the record."""
+_TRANSFER: Final = "transfer_batch_to_device"
+_FETCHES: Final = {".train_dataloader_next": "load", f".{_TRANSFER}": "copy"}
+"""How the Trainer names, for its profiler, that it waits for the loader, and that it brings a batch
+to the device, without the hooks before and after that; and what that is in the record."""
 _MOST_READ_MB: Final = 64.0
 """As much is read for a verdict when training ends; it takes some seconds."""
 _MOST_SPANS: Final = 200_000
@@ -142,7 +144,7 @@ class StepTrace(pl.Callback):
             self._head["sums"] = "seen" if self._watch.sums.sees_sums else "the last"
             self._head["clock"] = "host" if self._watch.is_on_host else "device"
             self._head |= self._watch.of_processors()
-        self._time_fetches(trainer.profiler)
+        self._time_fetches(trainer.profiler, copies=_copies(trainer, pl_module))
         self._first_step = self._last_step = trainer.global_step
         self._phase, self._gave_up = ("", 0.0), False
         if self.skip_steps == 0:
@@ -217,20 +219,25 @@ class StepTrace(pl.Callback):
             self._watch.recorder = self._recorder
             self._watch.sums.forget()
 
-    def _time_fetches(self, profiler: Any) -> None:
+    def _time_fetches(self, profiler: Any, copies: bool) -> None:
         """Notes how long the Trainer's profiler, whichever it is, would say a batch takes to get.
 
         Those of a validation do not count: they are a part of its time.
+
+        Args:
+            profiler: the Trainer's
+            copies: whether batches are copied to a device
         """
         start, stop, began_s = profiler.start, profiler.stop, dict[str, float]()
+        fetches = {name: kind for name, kind in _FETCHES.items() if copies or kind != "copy"}
 
         def starts(action_name: str) -> None:
             start(action_name)
-            if action_name.endswith(tuple(_FETCHES)):
+            if action_name.endswith(tuple(fetches)):
                 began_s[action_name] = time.monotonic()
 
         def stops(action_name: str) -> None:
-            kind = _FETCHES.get(f".{action_name.rpartition('.')[2]}")
+            kind = fetches.get(f".{action_name.rpartition('.')[2]}")
             begin_s = began_s.pop(action_name, None)
             is_fetched = self._between_s is not None and self._recorder is not None
             if kind is not None and begin_s is not None and is_fetched:
@@ -464,6 +471,13 @@ def _can_share(trainer: Any) -> bool:
         return False
     is_one_unit = trainer.accumulate_grad_batches == 1 and loader.batch_size == 1
     return trainer.lightning_module.automatic_optimization and not is_one_unit
+
+
+def _copies(trainer: Any, pl_module: Any) -> bool:
+    """Returns whether batches are copied: to a device, or by a hook of the user's own."""
+    users = filter(None, (pl_module, trainer.datamodule))
+    is_own = any(is_overridden(_TRANSFER, each) for each in users)
+    return is_own or trainer.strategy.root_device.type != "cpu"
 
 
 def _network(strategy: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 
 from lightning_dsgd import StepTrace
 from lightning_dsgd.lab.diagnose.times import read
@@ -102,18 +103,64 @@ def test_copies_to_the_device_are_a_part_of_their_own(tmp_path: Path) -> None:
 
 
 # ---- one rank ----
-def fit_alone(folder: Path, **options: Any) -> tuple[L.Trainer, StepTrace]:
+def fit_alone(
+    folder: Path, model: L.LightningModule | None = None, data: Any = None, **options: Any
+) -> tuple[L.Trainer, StepTrace]:
     trace = StepTrace(folder, **options)
     train = trainer("auto", 1, callbacks=[trace])
+    given = (loader(), loader(8)) if data is None else ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        train.fit(Regression(), loader(), loader(8))
+        train.fit(model or Regression(), *given, datamodule=data)
     return train, trace
 
 
 def steps_in(folder: Path) -> tuple[Step, ...]:
     (trace,) = read_folder(folder)
     return trace.steps
+
+
+class Augments(Regression):
+    """Works on each batch before and after it comes to the device."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        time.sleep(SLOW_S)
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        time.sleep(SLOW_S)
+        return batch
+
+
+class BringsAndAugments(Augments):
+    """Brings its batches to the device in its own way, too."""
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+class Brings(L.LightningDataModule):
+    """Brings batches to the device in place of the model."""
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "num_copies"),
+    [(Augments, None, 0), (BringsAndAugments, None, 1), (Augments, Brings, 1)],
+)
+def test_work_on_a_batch_is_no_copy_and_a_cpu_copies_only_by_a_hook(
+    model: type[L.LightningModule], data: Any, num_copies: int, tmp_path: Path
+) -> None:
+    fit_alone(tmp_path, model(), data and data())
+    steps = steps_in(tmp_path)
+    assert {len(step.copy) for step in steps} == {num_copies}
+    took = [end - begin for step in steps for begin, end in step.copy]
+    assert statistics.median(took or [0.0]) < SLOW_S
 
 
 def test_the_first_steps_of_each_fit_are_skipped(tmp_path: Path) -> None:
@@ -166,7 +213,7 @@ def begun(trace: StepTrace, *, takes_part: bool, rank: int) -> dict[str, Any]:
     model = Regression()
     train = SimpleNamespace(
         strategy=SimpleNamespace(
-            session=session, broadcast=broadcast, model=model, root_device="cpu"
+            session=session, broadcast=broadcast, model=model, root_device=torch.device("cpu")
         ),
         profiler=SimpleNamespace(start=None, stop=None),
         global_step=0,
@@ -175,6 +222,7 @@ def begun(trace: StepTrace, *, takes_part: bool, rank: int) -> dict[str, Any]:
         num_training_batches=8,
         accumulate_grad_batches=1,
         train_dataloader=None,
+        datamodule=None,
     )
     trace.on_train_start(train, model)
     trace._end(train, "the test has ended")
