@@ -39,6 +39,11 @@ _SHORT: Final = 0.05
 """A rank that waits for a processor for this share of its own time is short of them."""
 _UNKNOWN_SHARE: Final = 2.0
 """How many ranks are taken to share a core where the trace does not say how many there are."""
+_KINDS: Final = (("load",), ("copy",), ("forward",), ("backward",), ("optimizer",), ("evaluate",))
+"""What a record calls the first parts, those of a rank's own time that are recorded as spans."""
+_KINDS_OF_DEVICE: Final = (_KINDS[0], (), _KINDS[2], ("backward", "copy"), *_KINDS[4:])
+"""The same on a device: a copy from memory that is not pinned waits there for the passes that were
+queued before it, so that its time is theirs."""
 Spans = list[tuple[float, float]]
 
 
@@ -223,7 +228,7 @@ def times_of(traces: Sequence[Trace]) -> Times:
         own.append(mine.clamp(min=0.0))
         known = [
             _Cumulative(_without(union(spans), garbage)).within(since[:, rank], begin[:, rank])
-            for spans in _parts(steps)
+            for spans in _parts(steps, is_on_host=meetings_of is _on_host)
         ]
         known.append(_Cumulative(garbage).within(since[:, rank], begin[:, rank]))
         rest = own[-1] - torch.stack(known).sum(0)
@@ -303,9 +308,9 @@ def _are_sums(step: Step, meetings: Spans) -> list[bool]:
     return [any(begin - _NEAR_S <= s <= end + _NEAR_S for s in over_s) for begin, end in meetings]
 
 
-def _parts(steps: Sequence[Step]) -> Iterable[Spans]:
-    for kind in ("load", "copy", "forward", "backward", "optimizer", "evaluate"):
-        yield [span for step in steps for span in getattr(step, kind)]
+def _parts(steps: Sequence[Step], *, is_on_host: bool) -> Iterable[Spans]:
+    for kinds in _KINDS if is_on_host else _KINDS_OF_DEVICE:
+        yield [span for step in steps for kind in kinds for span in getattr(step, kind)]
 
 
 def _busy(of_step: Sequence[Step]) -> float:

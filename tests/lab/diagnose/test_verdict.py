@@ -132,6 +132,33 @@ def test_a_link_is_slow_where_one_of_its_messages_takes_longer(
     assert (found.cause, found.ranks) == (cause, (2,) if cause == "link" else ())
 
 
+# ---- on devices ----
+def copies_as_long(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
+    own.copies = 30e-3
+
+
+def copies_for_longer(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
+    own.copies = 60e-3 if rank == s.victim else 30e-3
+
+
+@pytest.mark.parametrize(
+    ("cause", "on_host", "on_device"),
+    [
+        (copies_as_long, ("copies", (0, 1, 2, 3)), ("none", ())),
+        (copies_for_longer, ("copies", (0, 1, 2, 3)), ("slow", (2,))),
+    ],
+)
+def test_a_copy_on_a_device_waits_for_the_passes_before_it(
+    cause: made.Cause,
+    on_host: tuple[str, tuple[int, ...]],
+    on_device: tuple[str, tuple[int, ...]],
+) -> None:
+    for clock, verdict in (("host", on_host), ("device", on_device)):
+        traces = made.traces(cause, steps=60, victim=2, about={"clock": clock})
+        found = judge(times_of(traces))
+        assert (found.cause, found.ranks) == verdict, clock
+
+
 # ---- which steps ----
 def slow_start(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
     if step <= 3 and rank == s.victim:
