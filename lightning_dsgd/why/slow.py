@@ -94,7 +94,7 @@ def diagnosed(run: Path) -> list[str]:
     Raises:
         ValueError: if too few steps were recorded, or none
     """
-    if not any((run / STEPS).glob("step_trace_*.jsonl")):
+    if not any(steps_of(run).glob("step_trace_*.jsonl")):
         raise ValueError("no step of Lightning's strategy ddp, or of torch's DDP or FSDP, was seen")
     try:
         return _report(run, Asked(), None)

@@ -18,9 +18,10 @@ from tests.lab.diagnose import made
 from tests.why.jobs import ROOT, forked
 
 
-def record(folder: Path, cause: made.Cause, threads: int = 1) -> Path:
+def record(folder: Path, cause: made.Cause, threads: int = 1, within: str = STEPS) -> Path:
     folder.mkdir()
-    made.write(folder / STEPS, made.traces(cause, victim=2, steps=60, about={"threads": threads}))
+    traces = made.traces(cause, victim=2, steps=60, about={"threads": threads})
+    made.write(folder / within, traces)
     return folder
 
 
@@ -56,6 +57,18 @@ def test_what_has_grown_is_named_with_its_rank(cause: made.Cause, why: str, tmp_
         assert f"Changed: threads of a rank {changed}" in said
         assert said[-1].startswith("Seen:    57 steps of ")
     assert any(line.startswith("Next:    ") for line in said)
+
+
+def test_folders_of_step_traces_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`StepTrace` and `LoopTrace` write into a run's folder itself."""
+    causes = {"before": made.none, "now": made.loader}
+    runs = [record(tmp_path / name, cause, within="") for name, cause in causes.items()]
+    main([str(run) for run in runs])
+    said = capsys.readouterr().out
+    assert f"Verdict: {runs[1]} takes " in said
+    assert "Next:    more loader workers" in said
 
 
 def test_runs_that_are_as_fast_are_alike(
