@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 STEPS: Final = "steps"
 """The folder, within that of a run, of the ranks' step traces."""
+_OF_RANKS: Final = "rank_*.json"
+"""The files of the ranks of a run that is watched."""
 _MOSTLY: Final = 0.8
 """What is between the steps is called saving if this share of it is."""
 _LEAST_STARTS: Final = 0.02
@@ -84,8 +86,21 @@ def lines_of(run: Path) -> list[str]:
     try:
         return diagnosed(run)
     except (ValueError, OSError) as error:
-        reasons = _reasons(run) or [str(error)]
-        return [f"of the time of a step nothing is said: {reason}" for reason in reasons]
+        return [f"of the time of a step nothing is said: {why}" for why in _reasons(run, error)]
+
+
+def record_of(run: Path, told: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the report of a run that was watched, for programs.
+
+    Args:
+        run: its folder
+        told: what the watcher has told, which is said too where nothing is said of the steps
+    """
+    try:
+        return _judged(run, Asked(as_json=True), told)
+    except (ValueError, OSError) as error:
+        record = {"verdict": None, "told": list(told), "reasons": _reasons(run, error)}
+        return json.dumps(record, indent=1).splitlines()
 
 
 def diagnosed(run: Path) -> list[str]:
@@ -94,10 +109,14 @@ def diagnosed(run: Path) -> list[str]:
     Raises:
         ValueError: if too few steps were recorded, or none
     """
+    return _judged(run, Asked())
+
+
+def _judged(run: Path, asked: Asked, told: Sequence[dict[str, Any]] = ()) -> list[str]:
     if not any(steps_of(run).glob("step_trace_*.jsonl")):
         raise ValueError("no step of Lightning's strategy ddp, or of torch's DDP or FSDP, was seen")
     try:
-        return _report(run, Asked(), None)
+        return _report(run, asked, None, told)
     except (LookupError, ArithmeticError, RuntimeError) as err:
         # A job's exit status must not be lost as ranks have recorded what nobody expects.
         raise ValueError(f"the steps could not be judged: {err!r}") from err
@@ -169,15 +188,20 @@ def next_of(run: Path) -> list[str]:
     return [text[begin], *(line for line in text[begin + 1 : begin + 2] if line[0] == " ")]
 
 
-def _reasons(run: Path) -> list[str]:
-    """Returns what the ranks say where they could not record their steps."""
+def is_watched(run: Path) -> bool:
+    """Returns whether ranks that were watched have written into this folder."""
+    return any(run.glob(_OF_RANKS))
+
+
+def _reasons(run: Path, error: Exception) -> list[str]:
+    """Returns what the ranks say where they could not record their steps, or else the error."""
     said = set()
-    for path in run.glob("rank_*.json"):
+    for path in run.glob(_OF_RANKS):
         try:
             said.add(str(json.loads(path.read_text()).get("steps", "")))
         except (OSError, ValueError):
             continue
-    return sorted(said - {""})
+    return sorted(said - {""}) or [str(error)]
 
 
 def _on_one_clock(seen: Times) -> Times:

@@ -43,6 +43,21 @@ def test_programs_get_what_was_told_and_why_it_is_slow(
     assert json.loads(capsys.readouterr().out) == {**found, "told": []}
 
 
+def test_programs_get_what_was_told_of_a_run_with_too_few_steps(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that is stuck at its beginning has made few."""
+    made.write(run / STEPS, made.traces(made.loader, steps=15))
+    main(["why", str(run), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["told"]) == (None, [STUCK])
+    (reason,) = found["reasons"]
+    assert reason.startswith("a trace must have 23 steps of every rank, got 15"), reason
+    with pytest.raises(SystemExit) as ended:  # what else is asked cannot be told
+        main(["why", str(run), "--json", "--ranks", "8"])
+    assert ended.value.code == 2
+
+
 def test_a_run_that_was_watched_is_foretold_on_another_cluster(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +72,20 @@ def test_a_run_whose_watcher_has_not_ended_is_told_by_its_steps(
     (run / TOLD).unlink()
     main(["why", str(run)])
     assert capsys.readouterr().out.startswith("Verdict: rank 2 waits for the data loader")
+
+
+def test_a_run_whose_watcher_was_killed_is_told_by_what_its_ranks_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        said = {"rank": rank, "steps": "the model is in two dimensions"}
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(said))
+    main(["why", str(tmp_path)])
+    reason = "the model is in two dimensions"
+    assert capsys.readouterr().out == f"of the time of a step nothing is said: {reason}\n"
+    main(["why", str(tmp_path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"verdict": None, "told": [], "reasons": [reason]}
 
 
 REFUSED = {
