@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dsgd.lab.timeline.trace import read_folder
 from lightning_dsgd.why import job, slow
+from tests.support.models import Regression, loader, trainer
 from tests.support.worlds import FitWorld
 
 SLOW_S = 0.2
@@ -128,9 +132,30 @@ def train_in_two_dimensions(folder: Path) -> list[str]:
     return said
 
 
+class InTwoDimensions(Regression):
+    def configure_model(self) -> None:
+        fully_shard(self.net, mesh=self.device_mesh)
+
+
+def fit_in_two_dimensions(folder: Path) -> list[str]:
+    said = watched(folder)
+    from lightning_dsgd_rank import callbacks, entering
+
+    entering.tell_of_steps = said.append
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    train = trainer(strategy, 2, callbacks=callbacks.callbacks())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train.fit(InTwoDimensions(), loader())
+    assert train.global_step > 0
+    assert not {type(each).__name__ for each in train.callbacks} & {"Watched", "_First", "_Last"}
+    return said
+
+
 @pytest.mark.parametrize(
     ("trains", "reason"),
     [
+        (fit_in_two_dimensions, "must be sharded among all ranks, got shards among 2 x 1 of 2"),
         (train_two, "the job uses more than one model in DDP or FSDP"),
         (train_in_two_dimensions, "must be sharded among all ranks, got shards among 2 x 1 of 2"),
     ],
@@ -138,3 +163,19 @@ def train_in_two_dimensions(folder: Path) -> list[str]:
 def test_what_is_not_recorded_is_told(trains: Any, reason: str, tmp_path: Path) -> None:
     for (said,) in FitWorld().run(2, trains, tmp_path):
         assert reason in said
+    assert not list((tmp_path / slow.STEPS).glob("*")) or trains is train_two
+
+
+def train_alone(folder: Path, version: str) -> list[str]:
+    said = watched(folder)
+    (sharded("fully_shard", sizes=(1,)) if version else DistributedDataParallel(nn.Linear(10, 1)))(
+        torch.ones(1, 10)
+    )
+    return said
+
+
+@pytest.mark.parametrize("version", ["", "fully_shard"])
+def test_a_rank_alone_is_told_that_it_is_one(version: str, tmp_path: Path) -> None:
+    assert FitWorld().run(1, train_alone, tmp_path, version) == [
+        ["the job has one rank, which waits for nobody"]
+    ]

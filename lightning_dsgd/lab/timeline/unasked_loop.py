@@ -78,9 +78,10 @@ class UnaskedLoop(LoopTrace):
         A DDP has just been made; a model in shards comes to its first forward pass.
         """
         is_ddp = isinstance(model, DistributedDataParallel)
-        if dist.get_world_size() < 2 or (
-            is_ddp and model.process_group.size() != dist.get_world_size()
-        ):
+        if dist.get_world_size() < 2:
+            self._tell("the job has one rank, which waits for nobody")
+            return
+        if is_ddp and model.process_group.size() != dist.get_world_size():
             self._tell("the model is in a DDP of some ranks only")
             return
         watch = Watch(device_of(model))

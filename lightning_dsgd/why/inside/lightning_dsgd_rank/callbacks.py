@@ -30,6 +30,18 @@ def callbacks() -> list[Any]:
 
     steps = Path(os.environ[FOLDER], "steps")
 
+    class Watched(StepTrace):
+        """Records no step, and tells why, where a `StepTrace` of the user's own would refuse."""
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            try:
+                super().on_train_start(trainer, pl_module)
+            except ValueError as error:
+                entering.tell_of_steps(str(error))
+                self.teardown(trainer, pl_module, "fit")
+                # The Trainer is going through its list of callbacks, and gets another one.
+                trainer.callbacks = [each for each in trainer.callbacks if each is not self]
+
     class Enters(Callback):
         """Adds a `StepTrace` when a fit begins whose steps it can see, and that has none."""
 
@@ -42,6 +54,6 @@ def callbacks() -> list[Any]:
                 )
             elif stage == "fit" and strategy in ("DDPStrategy", *_IN_SHARDS) and not has_one:
                 # The Trainer is calling `setup` of one callback after another, and so comes to it.
-                trainer.callbacks.append(StepTrace(steps))
+                trainer.callbacks.append(Watched(steps))
 
     return [Enters()]
