@@ -204,7 +204,7 @@ def paste_of(
         return f"L.Trainer(strategy={decisions.code(spec, data)}, ...)"
     return {
         "workers": f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
-        "pinned": "DataLoader(..., pin_memory=True)    # and .to(device, non_blocking=True)",
+        "pinned": "DataLoader(..., pin_memory=True)",
         "shared": "val_dataloaders with a DistributedSampler; none with work for rank 0 alone",
         "freeze": "gc.collect(); gc.freeze(); gc.disable()    # before trainer.fit",
         "sorted": "DataLoader(..., batch_sampler=...)    # that draws batches of like length",
