@@ -7,6 +7,7 @@ faces, the checkpoints and starts of loaders that were timed, and other clusters
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -131,7 +132,8 @@ def report(run: Path, asked: Asked, told: Sequence[dict[str, Any]] = ()) -> list
         asked: what else the user wants to know
         told: what the watcher has told of the run; a report for programs has it too
 
-    Under a launcher all its ranks come here, and measure the link of the other cluster.
+    Where `is_measured` says so, all ranks of a launcher come here, and measure the other cluster's
+    link.
 
     Raises:
         ValueError: if there are too few steps, or none, or what is asked cannot be told
@@ -141,7 +143,7 @@ def report(run: Path, asked: Asked, told: Sequence[dict[str, Any]] = ()) -> list
     from lightning_dsgd.lab.link import Link
 
     link = Link.parse(asked.link, "--link", LATENCY_S) if asked.link else None
-    if measured.is_launched():
+    if is_measured(asked):
         if link is not None:
             raise ValueError("--link must be left out under torchrun, whose ranks measure it")
         link, rank = measured.link()
@@ -175,6 +177,17 @@ def _report(
         return text
     place = next(i for i, line in enumerate(text) if line.startswith("Next:"))
     return [*text[:place], *_details(found, pauses), *text[place:]]
+
+
+def is_measured(asked: Asked) -> bool:
+    """Returns whether the ranks of a launcher measure the link of another cluster.
+
+    torchrun has started the command on all of them.  Elsewhere the launcher's variables may be left
+    from the job itself, as in a pod: then they count where `--ranks` is asked for without a link.
+    """
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return False
+    return "TORCHELASTIC_RUN_ID" in os.environ or (asked.ranks is not None and asked.link is None)
 
 
 def steps_of(run: Path) -> Path:

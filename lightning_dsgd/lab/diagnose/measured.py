@@ -30,11 +30,6 @@ _SUM_S: Final = 0.25
 """How long a long sum takes, about."""
 
 
-def is_launched() -> bool:
-    """Returns whether torchrun, or who sets the same variables, has started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def link() -> tuple[Link, int]:
     """Returns the link of each rank, and this rank's number; all ranks call it.
 

@@ -207,6 +207,7 @@ def test_a_launcher_and_a_link_exclude_each_other(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     for world_size, options, message in (
         ("4", ["--link", "1gbit"], "--link must be left out under torchrun"),
         ("1", [], "measured between two ranks or more, got one from the launcher"),
@@ -215,3 +216,23 @@ def test_a_launcher_and_a_link_exclude_each_other(
         with pytest.raises(SystemExit):
             main(["why", str(folder), *options])
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [("", "Verdict: "), ("--ranks 8 --link 1gbit", "Cluster: 8 ranks, each with a link of 1 Gbit")],
+)
+def test_a_pod_that_keeps_a_jobs_variables_starts_no_process_group(
+    options: str,
+    says: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")  # so that one that is asked for is refused at once
+    main(["why", str(folder), *options.split()])
+    assert capsys.readouterr().out.startswith(says)
+    with pytest.raises(SystemExit):
+        main(["why", str(folder), "--ranks", "8"])
+    assert "measured between two ranks or more" in capsys.readouterr().err
