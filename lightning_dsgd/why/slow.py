@@ -38,7 +38,6 @@ _PASTE: Final = {
         "saving": "fabric.save(...)    # in fewer steps",
     },
     "plain": {
-        "pinned": "DataLoader(..., pin_memory=True)    # and .to(device, non_blocking=True)",
         "balanced": "lightning_dsgd.decentralized(model, optimizer, lightning_dsgd.Balanced())"
         "    # in place of DDP: docs/balanced.md",
         "shared": "evaluate on all ranks: DataLoader(..., sampler=DistributedSampler(data))",

@@ -118,6 +118,7 @@ def test_checkpoints_that_take_a_share_of_a_step_are_named(
     assert "         most of that is saving: 63.2 ms a step on rank 0" in said, said
     following = next(i for i, text in enumerate(said) if text.startswith("Next:"))
     assert "save checkpoints less often, or in the background" in said[following]
+    line = "DataLoader(..., collate_fn=..., num_workers=2)    # and collate_fn does it"
     assert said[following + 1].strip() == line
 
 
@@ -136,23 +137,16 @@ def test_gaps_between_epochs_are_told_with_what_their_remedy_gains(tmp_path: Pat
     assert not [text for text in usual if "start" in text]
 
 
-@pytest.mark.parametrize(
-    ("face", "line"),
-    [
-        ("trainer", "DataLoader(..., pin_memory=True)"),
-        ("fabric", "DataLoader(..., pin_memory=True)"),
-        ("plain", "DataLoader(..., pin_memory=True)    # and .to(device, non_blocking=True)"),
-    ],
-)
-def test_copies_to_the_device_are_a_cause_of_their_own(
-    face: str, line: str, tmp_path: Path
-) -> None:
-    """Lightning copies what is pinned while the rank goes on."""
+@pytest.mark.parametrize("face", ["trainer", "fabric", "plain"])
+def test_copies_to_the_device_are_a_cause_of_their_own(face: str, tmp_path: Path) -> None:
     said = slow.diagnosed(recorded(tmp_path / "run", made.copies, face=face))
     assert said[0].startswith("Verdict: all ranks wait for copies to the device, in 100% of"), said
     assert "ms of waiting for copies to the device, " in said[1]
     following = next(i for i, text in enumerate(said) if text.startswith("Next:"))
-    assert re.match(r"Next:    copy batches from pinned memory.*: 1\.\d\d \(1\.", said[following])
+    assert re.match(
+        r"Next:    have loader workers do what hands a batch over.*: 1\.\d\d \(1\.", said[following]
+    )
+    line = "DataLoader(..., collate_fn=..., num_workers=2)    # and collate_fn does it"
     assert said[following + 1].strip() == line
 
 

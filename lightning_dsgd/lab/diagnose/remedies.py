@@ -3,7 +3,7 @@
 A remedy either takes a part away from a rank's own time, and DDP goes on as before:
 
     workers    loader workers: what was waited for the loader is read ahead
-    pinned     batches in pinned memory, which a device copies while the rank goes on
+    ahead      loader workers do what a script does while it hands a batch over
     shared     each rank validates as much as the mean of all ranks
     freeze     Python collects no garbage while training goes on
     sorted     the batches of one step have the same length
@@ -42,7 +42,7 @@ The interval has 90% of what other stretches of the run give (blocks of steps ar
 times), and 3% on both sides for what a model leaves out.  A strategy's lower end also allows for
 communication that takes as long as DDP's meetings; where the link is known both ends allow for 7%
 in place of that.  The lower end of `balanced` allows for parts of a batch that take longer than
-their share of it, by a quarter.  The lower end of `pinned` has half of the copies left.  The upper
+their share of it, by a quarter.  The lower end of `ahead` has half of the copies left.  The upper
 end of `int8` is for messages that cost nothing but their latency.
 """
 
@@ -76,8 +76,7 @@ _FETCH_S: Final = 5e-4
 _STEP_S: Final = 1e-3
 """What a strategy takes of each rank's step: a lane answers in half a millisecond."""
 _LEFT_OF_COPIES: Final = 0.5
-"""The share of a copy from pinned memory that its rank may still wait for, at the lower end of what
-is foretold; nobody has measured it."""
+"""The share of a copy that is left at the lower end of what is foretold; nobody has measured it."""
 _MESSAGE_S: Final = 5e-4
 """What a message of a rounded sum takes of a core: with four ranks on two cores, whose sums have 6
 messages each, such a sum took 6 ms."""
@@ -118,7 +117,7 @@ _OF_CAUSE: Final = {
     "bursts": ("balanced", "wagma"),
     "lengths": ("sorted", "balanced"),
     "loader": ("workers",),
-    "copies": ("pinned",),
+    "copies": ("ahead",),
     "validation": ("shared",),
     "callbacks": ("lighter", "balanced"),
     "processor": ("cores",),
@@ -129,7 +128,7 @@ _OF_CAUSE: Final = {
 """The remedies of a cause, which come before others: the first that is worth it."""
 _WHAT: Final = {
     "workers": "more loader workers",
-    "pinned": "copy batches from pinned memory while the ranks go on",
+    "ahead": "have loader workers do what hands a batch over to the device",
     "shared": "let all ranks validate equal shares",
     "freeze": "collect no garbage while training",
     "sorted": "put batches of like length into one step",
@@ -204,7 +203,7 @@ def paste_of(
         return f"L.Trainer(strategy={decisions.code(spec, data)}, ...)"
     return {
         "workers": f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
-        "pinned": "DataLoader(..., pin_memory=True)",
+        "ahead": "DataLoader(..., collate_fn=..., num_workers=2)    # and collate_fn does it",
         "shared": "val_dataloaders with a DistributedSampler; none with work for rank 0 alone",
         "freeze": "gc.collect(); gc.freeze(); gc.disable()    # before trainer.fit",
         "sorted": "DataLoader(..., batch_sampler=...)    # that draws batches of like length",
@@ -235,7 +234,7 @@ def remedies(times: Times, verdict: Verdict, asked: Sequence[str] = ()) -> list[
     ddp = _of_ddp(times, times.own)
     found = [
         _replaced(times, ddp, "workers", _less("loader", times, at_most=_FETCH_S)),
-        _pinned(times, ddp),
+        _ahead(times, ddp),
         _replaced(times, ddp, "shared", _less("validation", times, share=True)),
         _replaced(times, ddp, "freeze", _less("gc", times)),
         _replaced(times, ddp, "lighter", _as_the_others("between", times)),
@@ -335,11 +334,11 @@ def _replaced(times: Times, ddp: Tensor, name: str, own: Tensor) -> Remedy:
     return _drawn(name, times, ddp, _of_ddp(times, own), workers=workers)
 
 
-def _pinned(times: Times, ddp: Tensor) -> Remedy:
+def _ahead(times: Times, ddp: Tensor) -> Remedy:
     """Returns what copies that nobody waits for would gain; at the least half of each is left."""
-    found = _replaced(times, ddp, "pinned", _less("copies", times))
+    found = _replaced(times, ddp, "ahead", _less("copies", times))
     half = times.own - times.parts[PARTS.index("copies")] * _LEFT_OF_COPIES
-    left = _replaced(times, ddp, "pinned", half)
+    left = _replaced(times, ddp, "ahead", half)
     return replace(found, low=min(found.low, left.low))
 
 
