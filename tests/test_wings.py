@@ -42,7 +42,9 @@ IN_A_SIMULATED_WORLD = (
 def without(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     """A copy of the package and its tests that lacks a wing, and those that stand on it."""
     wing = request.param
-    lost = [wing, *(name for name, below in RULE.items() if wing in below.split())]
+    lost = {wing}
+    while more := {name for name, below in RULE.items() if lost & {*below.split()}} - lost:
+        lost |= more
     leave_out = shutil.ignore_patterns("__pycache__")
     for folder in ("lightning_dsgd", "tests", "recipes", "docs", "examples", "benchmarks"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=leave_out)

@@ -9,6 +9,8 @@ A package of somebody else's adds one of its own through an entry point:
 from __future__ import annotations
 
 import warnings
+from collections import ChainMap
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Final
 
@@ -48,7 +50,8 @@ COMPARISONS: Final = tuple(algorithm.name for algorithm in _COMPARED)
 
 BY_UNITS: Final[dict[str, type[Algorithm]]] = {Balanced.name: Balanced}
 """Those that sum a step's micro-batches one by one, and so stand on a face's loaders."""
-ALL_ALGORITHMS: Final = BY_UNITS | ALGORITHMS
+ALL_ALGORITHMS: Final[Mapping[str, type[Algorithm]]] = ChainMap(ALGORITHMS, BY_UNITS)
+"""All of them, `BY_UNITS` first, and those that other packages add to `ALGORITHMS`."""
 
 
 def make_algorithm(spec: str) -> Algorithm:
@@ -86,7 +89,7 @@ def _add_those_of_others() -> None:
             algorithm = entry.load()
             if not (isinstance(algorithm, type) and issubclass(algorithm, Algorithm)):
                 raise TypeError(f"it must be a subclass of Algorithm, got {algorithm}")
-            for taken in ALGORITHMS.values():
+            for taken in ALL_ALGORITHMS.values():
                 if algorithm.name == taken.name or algorithm.__name__ == taken.__name__:
                     raise ValueError(f"there is {taken.__name__} already, called {taken.name!r}")
         except Exception as error:
