@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dsgd import hyperparameters, keywords
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
+from lightning_dsgd.algorithms import ALL_ALGORITHMS
 from lightning_dsgd.algorithms.written import written
 from lightning_dsgd.hyperparameters import at_least, one_of
 from lightning_dsgd.session.options import Options, WholeOptions
@@ -92,10 +92,6 @@ _NOT_OURS: Final = {
 """Options of other strategies, and the way out."""
 
 
-def _algorithms() -> list[type[Algorithm]]:
-    return [*(BY_UNITS | ALGORITHMS).values()]
-
-
 def check(strategy: str, algorithm: Algorithm, table: type, given: Any) -> None:
     """Raises for options that are not ours or Lightning's; drops those that say nothing.
 
@@ -123,10 +119,11 @@ def check(strategy: str, algorithm: Algorithm, table: type, given: Any) -> None:
             raise ValueError(
                 f"{strategy} cannot honour {name}, got {name}={value!r}: {_NOT_OURS[name]}"
             )
-        elif others := [each for each in _algorithms() if name in hyperparameters.names(each)]:
-            takers = ", ".join(each.name for each in others)
+        elif takers := [
+            each.name for each in ALL_ALGORITHMS.values() if name in hyperparameters.names(each)
+        ]:
             raise ValueError(
-                f"{name} is an option of {takers}, got {name}={value!r} with "
+                f"{name} is an option of {', '.join(takers)}, got {name}={value!r} with "
                 f'"{algorithm.name}"; leave it out'
             )
         elif name not in THE_TRAINERS:
