@@ -197,7 +197,7 @@ def _tell_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"{given[0]} must be given for one run, got two; ask of each by itself")
     try:
         if len(runs) > 1:
-            told = [line for run in runs for line in (f"{run}:", *_told_of(run))]
+            told = [line for run in runs for line in (f"{run}:", *_lines_of(_told_of(run)))]
             told += compare.lines_of(*runs)
         else:
             asked = tuple(args.strategies.split(",")) if args.strategies else ()
@@ -209,25 +209,26 @@ def _tell_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def _report(run: Path, asked: slow.Asked) -> list[str]:
     """Returns what is known of one run."""
-    told = _read(run) if (run / TOLD).exists() else {}
+    told = _told_of(run)
     is_watched = bool(told) or slow.is_watched(run)
     is_elsewhere = replace(asked, as_json=False) != slow.Asked() or slow.is_measured(asked)
     if is_elsewhere or not is_watched:
         return slow.report(run, asked, told.get("told", ()))
     if asked.as_json:
         return slow.record_of(run, told.get("told", ()))
-    return [*_told_of(run), *(told["slow"] if "slow" in told else slow.lines_of(run))]
+    return [*_lines_of(told), *(told["slow"] if "slow" in told else slow.lines_of(run))]
 
 
-def _told_of(run: Path) -> list[str]:
-    """Returns what was told of a run while it was watched."""
-    if not (run / TOLD).exists():
+def _told_of(run: Path) -> dict[str, Any]:
+    """Returns what the watcher has written of a run; nothing where it has not come to that."""
+    path = run / TOLD
+    told: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return told
+
+
+def _lines_of(told: dict[str, Any]) -> list[str]:
+    """Returns the words in which that was told."""
+    if not told:
         return []
-    told = _read(run)
     text = [line for each in told["told"] for line in each["lines"]]
     return text or [f"nothing was wrong; exit status {told.get('exit_status', 'unknown')}"]
-
-
-def _read(run: Path) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((run / TOLD).read_text())
-    return told
