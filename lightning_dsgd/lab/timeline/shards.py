@@ -4,19 +4,23 @@
     FSDP       the first version, FullyShardedDataParallel: a module around each of these
 
 The root is the module whose forward pass begins that of the model.  torch knows it from the first
-forward pass on.  Every private name of torch's FSDP that is used stands here.
+forward pass on.  Every private name of torch's FSDP that is used stands here, but for the two by
+which `why` sees the first forward pass.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dsgd.lab.timeline.recorder import FSDP, SHARDED
+
+ON_DEVICES: Final = "the steps of FSDP are judged on CPUs alone"
+"""Why `why` records no steps on an accelerator."""
 
 
 def strategy_of(model: torch.nn.Module) -> str:
@@ -72,9 +76,9 @@ def class_of_forward(strategy: str) -> Any:
     return sys.modules["torch.distributed.fsdp._fully_shard._fsdp_state"].FSDPState
 
 
-def module_of(state: Any) -> Any:
-    """Returns the module, or the first of the modules, that `fully_shard` has this state for."""
-    return state._modules[0]  # noqa: SLF001
+def module_of(model: Any) -> Any:
+    """Returns a module as it is; of a state of `fully_shard` the first of its modules."""
+    return model if isinstance(model, torch.nn.Module) else model._modules[0]  # noqa: SLF001
 
 
 def may_be_root(state: Any) -> bool:

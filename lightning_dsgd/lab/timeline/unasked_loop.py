@@ -45,11 +45,15 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lightning_dsgd.lab.timeline.clocks import boot_id
 from lightning_dsgd.lab.timeline.loop_trace import LoopTrace
 from lightning_dsgd.lab.timeline.recorder import FSDP, SHARDED
-from lightning_dsgd.lab.timeline.shards import class_of_forward, may_be_root, module_of
+from lightning_dsgd.lab.timeline.shards import (
+    ON_DEVICES,
+    class_of_forward,
+    may_be_root,
+    module_of,
+)
 from lightning_dsgd.lab.timeline.watch import Watch, device_of, items_in
 
 _FABRICS: Final = "lightning.fabric.wrappers"
-ON_DEVICES: Final = "the steps of FSDP are judged on CPUs alone"
 
 
 class UnaskedLoop(LoopTrace):

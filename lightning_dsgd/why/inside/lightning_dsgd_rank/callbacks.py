@@ -25,6 +25,7 @@ def callbacks() -> list[Any]:
         from lightning.pytorch import Callback
 
         from lightning_dsgd import StepTrace
+        from lightning_dsgd.lab.timeline.shards import ON_DEVICES
     except ImportError:  # the job's environment has no such package
         return []
 
@@ -49,9 +50,7 @@ def callbacks() -> list[Any]:
             has_one = any(isinstance(each, StepTrace) for each in trainer.callbacks)
             strategy, device = type(trainer.strategy).__name__, trainer.strategy.root_device
             if strategy in _IN_SHARDS and device.type != "cpu":
-                entering.tell_of_steps(
-                    f"the steps of FSDP are judged on CPUs alone, got {strategy} on {device}"
-                )
+                entering.tell_of_steps(f"{ON_DEVICES}, got {strategy} on {device}")
             elif stage == "fit" and strategy in ("DDPStrategy", *_IN_SHARDS) and not has_one:
                 # The Trainer is calling `setup` of one callback after another, and so comes to it.
                 trainer.callbacks.append(Watched(steps))

@@ -46,17 +46,12 @@ def hooks(tell: Callable[[str], None]) -> dict[str, Callable[[Any], None]]:
     return {
         "torch.nn.parallel.distributed": lambda torchs: _hook_ddp(torchs, tell),
         f"{fsdp}.fully_sharded_data_parallel": lambda torchs: _hook_first_forward(
-            torchs.FullyShardedDataParallel, "forward", lambda model: model, tell
+            torchs.FullyShardedDataParallel, "forward", tell
         ),
         f"{fsdp}._fully_shard._fsdp_state": lambda torchs: _hook_first_forward(
-            torchs.FSDPState, "_root_pre_forward", _module_of, tell
+            torchs.FSDPState, "_root_pre_forward", tell
         ),
     }
-
-
-def _module_of(state: Any) -> Any:
-    """Returns the module that torch's `fully_shard` has a state for."""
-    return state._modules[0]  # noqa: SLF001
 
 
 def _hook_ddp(torchs: Any, tell: Callable[[str], None]) -> None:
@@ -72,15 +67,12 @@ def _hook_ddp(torchs: Any, tell: Callable[[str], None]) -> None:
     torchs.DistributedDataParallel.__init__ = made
 
 
-def _hook_first_forward(
-    owner: Any, name: str, model_of: Callable[[Any], Any], tell: Callable[[str], None]
-) -> None:
+def _hook_first_forward(owner: Any, name: str, tell: Callable[[str], None]) -> None:
     """Lets the first model in shards whose forward pass is to have gradients be recorded.
 
     Args:
-        owner: torch's class
+        owner: torch's class, of such models or of their states
         name: its method that begins a forward pass
-        model_of: returns the model of an object of this class
         tell: as that of `hooks`
     """
     original, torch = vars(owner)[name], sys.modules["torch"]
@@ -91,7 +83,7 @@ def _hook_first_forward(
             return original(*args, **kwargs)
         setattr(owner, name, original)
         with contextlib.suppress(Exception):
-            _record(model_of(args[0]), tell)
+            _record(args[0], tell)
         return getattr(owner, name)(*args, **kwargs)
 
     setattr(owner, name, first)
@@ -106,11 +98,13 @@ def forget() -> None:
 
 
 def _record(model: Any, tell: Callable[[str], None]) -> None:
+    """Begins to record a model, or that of which this is the state, as `fully_shard` has one."""
     global _the_loop
     face = _face()
     if _the_loop is not None or face == "trainer":
         return
     try:
+        from lightning_dsgd.lab.timeline.shards import module_of
         from lightning_dsgd.lab.timeline.unasked_loop import UnaskedLoop
     except ImportError as error:
         tell(f"lightning_dsgd cannot be imported in the job: {error}")
@@ -118,7 +112,7 @@ def _record(model: Any, tell: Callable[[str], None]) -> None:
     folder = Path(os.environ[FOLDER])
     _the_loop = loop = UnaskedLoop(folder / "steps", face, folder.name, tell)
     try:
-        loop.begin(model)
+        loop.begin(module_of(model))
     except Exception as error:
         loop.end(f"ended: {error!r}")
         tell(str(error) if isinstance(error, ValueError) else repr(error))
