@@ -35,9 +35,9 @@ from lightning_dsgd.lab.timeline.watch import Watch, items_in, watched_in
 from lightning_dsgd.trainer import seams
 
 _TRANSFER: Final = "transfer_batch_to_device"
-_FETCHES: Final = {".train_dataloader_next": "load", f".{_TRANSFER}": "copy"}
-"""How the Trainer names, for its profiler, that it waits for the loader, and that it brings a batch
-to the device, without the hooks before and after that; and what that is in the record."""
+_FETCHES: Final = {"train_dataloader_next": "load", _TRANSFER: "copy"}
+"""How the Trainer names, for its profiler, behind a dot, that it waits for the loader, and that it
+brings a batch to the device, without the hooks around that; and what that is in the record."""
 _MOST_READ_MB: Final = 64.0
 """As much is read for a verdict when training ends; it takes some seconds."""
 _MOST_SPANS: Final = 200_000
@@ -231,18 +231,20 @@ class StepTrace(pl.Callback):
         start, stop, began_s = profiler.start, profiler.stop, dict[str, float]()
         fetches = {name: kind for name, kind in _FETCHES.items() if copies or kind != "copy"}
 
+        def kind_of(action_name: str) -> str | None:
+            return fetches.get(action_name.rpartition(".")[2])
+
         def starts(action_name: str) -> None:
             start(action_name)
-            if action_name.endswith(tuple(fetches)):
-                began_s[action_name] = time.monotonic()
+            if kind := kind_of(action_name):
+                began_s[kind] = time.monotonic()
 
         def stops(action_name: str) -> None:
-            kind = fetches.get(f".{action_name.rpartition('.')[2]}")
-            begin_s = began_s.pop(action_name, None)
-            is_fetched = self._between_s is not None and self._recorder is not None
-            if kind is not None and begin_s is not None and is_fetched:
-                assert self._recorder is not None
-                self._recorder.did(kind, begin_s, time.monotonic())
+            kind = kind_of(action_name)
+            if kind is not None and kind in began_s:
+                begin_s, recorder = began_s.pop(kind), self._recorder
+                if recorder is not None and self._between_s is not None:
+                    recorder.did(kind, begin_s, time.monotonic())
             stop(action_name)
 
         profiler.start, profiler.stop, self._profiler = starts, stops, profiler
