@@ -32,6 +32,7 @@ import contextlib
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -217,7 +218,7 @@ def abort(group: Any, port: Port) -> None:
     thread.join(CLOSE_TIMEOUT_S)
 
 
-class NativeCollective(Expected):
+class NativeCollective(Expected, ABC):
     """A collective under way: waits in the mailboxes, as a receive does, until it is launched.
 
     The starter writes `_work` and `_mark` before it sets `arrived`; whoever has called
@@ -284,12 +285,12 @@ class NativeCollective(Expected):
             self._mark = port.mark()
         self.release(None)
 
+    @abstractmethod
     def call(self, group: Any, lengths: Mapping[int, int]) -> Sequence[Any]:
         """Calls torch, unless there is nothing to do, and returns torch's works.
 
         Sets `_is_launching` before that: no other rank has the result, and so leaves, earlier.
         """
-        raise NotImplementedError
 
     def release(self, failure: TransportError | None) -> None:
         """Lets the thread that called it go on: it is launched, or will not be."""
@@ -367,6 +368,11 @@ class NativeCollective(Expected):
             if not is_on_host(self._y):
                 port_of(self._y.device).keep(self._y)
         self._y = self.x
+
+
+def members_of(net: ProcessTransport, call: Call) -> Members:
+    """Returns who takes part in a call; ALL where it is all ranks, in their order."""
+    return ALL if call.members == tuple(range(net.world_size)) else call.members
 
 
 class OfAll(NativeCollective):

@@ -52,9 +52,9 @@ from torch import Tensor
 
 from lightning_dsgd.devices import is_on_host, port_of
 from lightning_dsgd.transport.collectives import Call
-from lightning_dsgd.transport.native import NativeCollective
+from lightning_dsgd.transport.native import NativeCollective, members_of
 from lightning_dsgd.transport.processes import ProcessTransport
-from lightning_dsgd.transport.tickets import ALL, EXCHANGE, GATHER, PUSH, SWAP
+from lightning_dsgd.transport.tickets import EXCHANGE, GATHER, PUSH, SWAP
 
 End = tuple[Any, Tensor, int]
 """What a rank does in a batch: `isend` or `irecv`, of what, and with which rank."""
@@ -139,8 +139,7 @@ class Parts(NativeCollective):
         to_each: Sequence[int] | None,
     ) -> None:
         agreed, root = (into, GATHER) if to_each is None else (into[:0], SWAP)
-        is_of_all = call.members == tuple(range(net.world_size))
-        super().__init__(net, agreed, call, root, ALL if is_of_all else call.members)
+        super().__init__(net, agreed, call, root, members_of(net, call))
         self._into, self._call = into, call
         self._from_each = torch.split(into, list(from_each))
         self._to_each = [x] * call.size if to_each is None else torch.split(x, list(to_each))

@@ -18,10 +18,11 @@ from torch import Tensor
 from lightning_dsgd.devices import COLLECTIVES, backend_for
 from lightning_dsgd.transport.collectives import Call
 from lightning_dsgd.transport.contract import Work
-from lightning_dsgd.transport.native import Native, OfAll, destroy_group, make_group
+from lightning_dsgd.transport.native import Native, OfAll, destroy_group, make_group, members_of
 from lightning_dsgd.transport.native_groups import InShards
 from lightning_dsgd.transport.native_sends import Pair, Parts
 from lightning_dsgd.transport.processes import CPU, ProcessTransport, libraries
+from lightning_dsgd.transport.tickets import ALL
 from lightning_dsgd.transport.wire import TCPWire, Wire
 
 
@@ -100,8 +101,8 @@ class ProcessGroupTransport(ProcessTransport):
         if native is None or call.size == 1 or not native.can_take(x):
             return None
         self.check()
-        is_of_all = call.members == tuple(range(self.world_size))
-        return native.ask((OfAll if is_of_all else InShards)(self, x, call, place))
+        kind = OfAll if members_of(self, call) == ALL else InShards
+        return native.ask(kind(self, x, call, place))
 
     def spread_natively(
         self,
