@@ -70,10 +70,11 @@ def tell(
     for text in notices(Facts(algorithm, optimizers, sizes, replica.net.world_size, num_steps)):
         warnings.warn(text, stacklevel=3)
     x, num_replicas = parts[0].x, replica.net.world_size
-    if num_replicas > 1 and (text := shared_queue(x.device)):
-        warnings.warn(text, stacklevel=3)
-    if num_replicas > 1 and (text := few_queues(x.device)):
-        announce(text)
+    if num_replicas > 1:
+        if text := shared_queue(x.device):
+            warnings.warn(text, stacklevel=3)
+        if text := few_queues(x.device):
+            announce(text)
     num_bytes = sum(part.x.nbytes for part in parts)
     on_device = not is_on_host(x)
     for text in [
