@@ -11,6 +11,7 @@ import torch
 from benchmarks.__main__ import COMPARE, main, scripts
 from benchmarks.compare import target
 from lightning_dsgd.lab.results import write_result
+from tests.support.refused import refused
 
 REFUSED = {
     "thruput": "got 'thruput'; did you mean throughput?",
@@ -58,10 +59,7 @@ def test_what_cannot_be_done_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(target, "why_not", lambda: "")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit) as end:
-        main(command.split())
-    assert end.value.code == 2
-    assert REFUSED[command] in capsys.readouterr().err
+    assert REFUSED[command] in refused(main, command.split(), capsys)
 
 
 def test_the_list_names_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -12,27 +11,19 @@ import torch
 
 from lightning_dsgd import devices, replica
 from lightning_dsgd.replica import wide
-from tests.support.mpi import ended
+from tests.support.triton import needs_triton, run_oracle
 
 X, P = torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)
 
 
-def run_oracle(device: str, **environment: str) -> None:
-    command = [sys.executable, "tests/support/scripts/wide_oracle.py", device]
-    done = ended(command, **environment)
-    assert done.stdout == "equal\n", done.stderr
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
-)
+@needs_triton
 def test_the_kernel_equals_plain_torch_in_tritons_interpreter() -> None:
-    run_oracle("cpu", TRITON_INTERPRET="1")
+    run_oracle("wide_oracle.py", "cpu", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu("cuda")
 def test_the_kernel_equals_plain_torch_on_a_gpu() -> None:
-    run_oracle("cuda")
+    run_oracle("wide_oracle.py", "cuda")
 
 
 def no_compiler(x: Any, p: Any) -> None:

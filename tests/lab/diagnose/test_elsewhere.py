@@ -23,6 +23,7 @@ from lightning_dsgd.lab.stragglers import delayed_ranks
 from lightning_dsgd.simulated import SimulatedTransport, SimulatedWorld
 from tests.lab.diagnose import made
 from tests.support.mpi import ended
+from tests.support.refused import refused
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results" / "simulate"
 
@@ -182,10 +183,7 @@ REFUSED = {
 def test_what_cannot_be_foretold_is_refused(
     options: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["why", str(folder), *options.split()])
-    assert end.value.code == 2
-    assert REFUSED[options] in capsys.readouterr().err
+    assert REFUSED[options] in refused(main, ["why", str(folder), *options.split()], capsys)
 
 
 def test_a_strategy_cannot_take_the_place_of_shards_or_of_ranks_without_processors() -> None:

@@ -28,12 +28,18 @@ def is_slow(what: str, rank: int) -> bool:
     return what == SLOW and rank == dist.get_rank()
 
 
+def take_time(what: str, rank: int, seconds: float = 0.05) -> None:
+    """Makes a rank slow in this, where it is to be."""
+    if is_slow(what, rank):
+        time.sleep(seconds)
+
+
 class Rows(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return STEPS * dist.get_world_size()
 
     def __getitem__(self, row: int) -> torch.Tensor:
-        time.sleep(0.05 * is_slow("loader", 1))
+        take_time("loader", 1)
         return torch.ones(32)
 
 
@@ -44,7 +50,7 @@ class Batch:
         self.rows = torch.stack(rows)
 
     def to(self, device: torch.device) -> torch.Tensor:
-        time.sleep(0.05 * is_slow("copies", 1))
+        take_time("copies", 1)
         return self.rows.to(device)
 
 
@@ -54,7 +60,8 @@ class Model(torch.nn.Module):
         self.layer = torch.nn.Linear(32, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.01 + 0.05 * is_slow("late", 1))
+        time.sleep(0.01)
+        take_time("late", 1)
         return self.layer(x)
 
 
@@ -99,7 +106,7 @@ def main() -> None:
             torch.save(Slow(), os.devnull)
         if step % 4 == 3 and dist.get_rank() == 0:
             model.eval()
-            time.sleep(0.2 * is_slow("validation", 0))
+            take_time("validation", 0, 0.2)
             model.train()
 
 
