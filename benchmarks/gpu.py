@@ -99,6 +99,7 @@ TESTS = (
     "tests/test_devices.py",
     "tests/primitives/test_sparse_choice.py",
     "tests/primitives/test_sparse_triton.py",
+    "tests/replica/test_wide_triton.py",
     "tests/transport/test_staging_gpu.py",
     "tests/transport/test_native_device.py",
     "tests/algorithms/test_on_device.py",
