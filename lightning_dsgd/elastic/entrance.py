@@ -17,17 +17,14 @@ from lightning_dsgd.devices import port_of
 from lightning_dsgd.elastic.register import ALONE, OVER, STOPPED, Register
 from lightning_dsgd.elastic.survival import join
 from lightning_dsgd.session.opening import Opening
-from lightning_dsgd.transport import Counters
 from lightning_dsgd.transport.contract import failed
-from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.host_names import await_name, source_of
-from lightning_dsgd.transport.process_group import ProcessGroupTransport
-from lightning_dsgd.transport.processes import CPU
+from lightning_dsgd.transport.processes import CPU, ProcessTransport
 from lightning_dsgd.transport.rendezvous import outlives_ranks
 from lightning_dsgd.transport.wire import TCPWire
 
 
-class NewcomerTransport(ProcessGroupTransport):
+class NewcomerTransport(ProcessTransport):
     """A newcomer's end of the network: every wait fails before `next_view` has given a view.
 
     Args:
@@ -44,9 +41,8 @@ class NewcomerTransport(ProcessGroupTransport):
         heartbeat_timeout_s: float,
         device: torch.device = CPU,
     ) -> None:
-        Endpoint.__init__(self, number, number + 1, timeout_s, Counters())
-        self._native = None
-        self._begin(TCPWire(), heartbeat_timeout_s, device, is_newcomer=True)
+        limits = timeout_s, heartbeat_timeout_s
+        super().__init__(number, number + 1, TCPWire(), *limits, device, is_newcomer=True)
 
     def listen(self) -> tuple[str, int]:
         """Begins to listen; returns where newcomers reach this one, once it has asked to join."""

@@ -53,7 +53,9 @@ class ProcessGroupTransport(ProcessTransport):
         # The group is made before anything can use it, and on all ranks alike.
         group = make_group(device, timeout_s) if is_native else None
         try:
-            super().__init__(wire or TCPWire(), timeout_s, heartbeat_timeout_s, device)
+            wire, limits = wire or TCPWire(), (timeout_s, heartbeat_timeout_s)
+            super().__init__(dist.get_rank(), dist.get_world_size(), wire, *limits, device)
+            self.meet()
         except BaseException:
             if group is not None:
                 destroy_group(group)

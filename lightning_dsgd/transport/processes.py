@@ -46,26 +46,46 @@ _CARD_BYTES: Final = 256
 
 
 class ProcessTransport(Endpoint):
-    """This process's end of a network over the default process group; all ranks open it together.
+    """This process's end of a network, without connections yet: see `meet`.
 
     `mesh` and `wire` are shared by the endpoints of all threads; the rest is the endpoint's own.
 
     Args:
+        rank: this process's rank
+        world_size: P
         wire: what carries messages
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
         device: the device that this rank computes on
+        is_newcomer: whether this process comes to ranks that were there before
     """
 
     def __init__(
         self,
+        rank: int,
+        world_size: int,
         wire: Wire,
         timeout_s: float,
         heartbeat_timeout_s: float,
         device: torch.device = CPU,
+        *,
+        is_newcomer: bool = False,
     ) -> None:
-        super().__init__(dist.get_rank(), dist.get_world_size(), timeout_s, Counters())
-        self._begin(wire, heartbeat_timeout_s, device)
+        super().__init__(rank, world_size, timeout_s, Counters())
+        self.wire = wire
+        self.mesh = Mesh(
+            rank,
+            world_size,
+            timeout_s,
+            heartbeat_timeout_s,
+            port_of(device),
+            is_newcomer=is_newcomer,
+        )
+        self.lane: Lane | None = None
+        """The lane whose endpoint this is; None for the training thread's."""
+
+    def meet(self) -> None:
+        """Connects the ranks of the default process group; all of them call it together."""
         try:
             if self.world_size > 1:
                 self._open()
@@ -73,26 +93,6 @@ class ProcessTransport(Endpoint):
         except BaseException as exception:
             self.fail(failed(exception))
             raise
-
-    def _begin(
-        self,
-        wire: Wire,
-        heartbeat_timeout_s: float,
-        device: torch.device = CPU,
-        *,
-        is_newcomer: bool = False,
-    ) -> None:
-        self.wire = wire
-        self.mesh = Mesh(
-            self.rank,
-            self.world_size,
-            self.timeout_s,
-            heartbeat_timeout_s,
-            port_of(device),
-            is_newcomer=is_newcomer,
-        )
-        self.lane: Lane | None = None
-        """The lane whose endpoint this is; None for the training thread's."""
 
     def _open(self) -> None:
         host, port = self.mesh.connections.listen()
