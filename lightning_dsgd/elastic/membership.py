@@ -113,12 +113,9 @@ class Membership:
 
     Args:
         me: this rank
-        members: the members of view 0; for a newcomer, the ranks that it asks
+        members: the members of view 0; none for a newcomer, which has to `ask`
         patience_s: how long to wait for an answer
         min_ranks: how many members a view must have; None: more than half of the last view's
-        now: the time
-        is_newcomer: whether this rank is in no view yet
-        limit_s: how long a newcomer asks to be let in; None: as long as an agreement may take
         holds_joins: whether newcomers come in only when they are admitted
         groups: ranks none of which can go on without the others of their group
     """
@@ -129,28 +126,24 @@ class Membership:
         members: Sequence[int],
         patience_s: float,
         min_ranks: int | None = None,
-        now: float = 0.0,
         *,
-        is_newcomer: bool = False,
-        limit_s: float | None = None,
         holds_joins: bool = False,
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
         self.me = me
-        self.number = -1 if is_newcomer else 0
-        self.members: Ranks = () if is_newcomer else tuple(sorted(members))
-        self.is_changing = is_newcomer
+        self.members: Ranks = tuple(sorted(members))
+        self.number = 0 if self.members else -1
+        self.is_changing = not self.members
         self.ended = ""
         self.outbox: list[tuple[int, Message]] = []
         self._patience_s = patience_s
-        self._contacts = tuple(members)
+        self._contacts: Ranks = ()
+        """The ranks that this newcomer asks to let it in."""
         self._terms = Terms(min_ranks, tuple(map(frozenset, groups)))
         self.believes = Beliefs(me, self._terms.group_of(me))
         self._holds_joins = holds_joins
-        self._limit_s = _LIMIT * patience_s if limit_s is None else limit_s
-        self._ends_at = now + self._limit_s if is_newcomer else math.inf
+        self._ends_at, self._limit_s = math.inf, _LIMIT * patience_s
         self._reset()
-        self._act_at = now if is_newcomer else math.inf
 
     def _reset(self) -> None:
         """Begins a view: nothing has been promised or accepted for the one after it."""
@@ -170,14 +163,24 @@ class Membership:
             return math.inf
         return min(self._ends_at, self._act_at if self._lead is None else self._lead.deadline)
 
+    def ask(self, now: float, contacts: Sequence[int], within_s: float) -> None:
+        """Asks these ranks to let this newcomer in, until it is in a view or `within_s` is over."""
+        self._contacts, self._limit_s = tuple(contacts), within_s
+        self._act_at, self._ends_at = now, now + within_s
+        self._end_if_alone()
+        self.tick(now)
+
+    def _end_if_alone(self) -> None:
+        """Ends a newcomer that asks, once all those are lost that it knows."""
+        if self._contacts and self.number < 0 and self.believes.lost.issuperset(self._contacts):
+            self._end("could not join, as none of those that it knows is left")
+
     def suspect(self, now: float, rank: int, *, died: bool) -> None:
         """Believes a rank lost, which does not answer; or, if it `died`, will never act again."""
         if self.ended or rank == self.me:
             return
         self.believes.suspect(rank, died=died)
-        if self.number < 0 and self.believes.lost.issuperset(self._contacts):
-            self._end("could not join, as none of those that it knows is left")
-            return
+        self._end_if_alone()
         if rank in self.members:
             self._begin(now)
             is_first = self.believes.alive(self.members)[0] == self.me

@@ -133,10 +133,10 @@ class SimulatedViews(AgreedViews):
     def failure(self) -> PeerLost | None:
         return self._failure
 
-    def begin(self) -> None:
+    def ask(self, contacts: Sequence[int], within_s: float) -> None:
         """Asks the others to let this newcomer in."""
         self._failure = PeerLost(self.rank, JOINS)
-        self._soon(Membership.tick)
+        self._soon(lambda membership, now: membership.ask(now, contacts, within_s))
 
     def _break_off(self, lost: PeerLost) -> None:
         if self.rank not in self._world.gone:
@@ -250,18 +250,9 @@ class SurvivableFaults(Faults):
             raise TransportError(
                 "a newcomer must reach a rank that trains, but none is left; start the job anew"
             )
-        membership = Membership(
-            rank,
-            contacts,
-            self._patience_s,
-            self.min_ranks,
-            self.baton.time,
-            is_newcomer=True,
-            limit_s=within_s,
-            holds_joins=True,
-        )
+        membership = Membership(rank, (), self._patience_s, self.min_ranks, holds_joins=True)
         self._views[rank] = SimulatedViews(self, membership)
-        self._views[rank].begin()
+        self._views[rank].ask(contacts, within_s)
 
     def doubt(self, rank: int, other: int) -> None:
         """Makes one rank alone take another for lost, which lives."""

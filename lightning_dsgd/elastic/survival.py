@@ -68,50 +68,13 @@ def join(mesh: Mesh, min_ranks: int | None, within_s: float) -> None:
         TransportError: if none of them can be reached
     """
     mesh.connections.let_in_newcomers()
-    mesh.policy = arriving = _Arriving(mesh)
+    mesh.policy = survival = Survival(mesh, min_ranks, is_newcomer=True)
     contacts: list[int] = []
     for rank in mesh.connections.known():
         if mesh.connections.reaches(rank):
             contacts.append(rank)
             mesh.watched = tuple(contacts)  # they hear from this rank while it tries others
-    if arriving.lost.keys() >= {*contacts}:
-        raise TransportError(
-            f"a newcomer must reach a rank that trains, but none of "
-            f"{list(mesh.connections.known())} answers; start the job anew"
-        )
-    survival = Survival(mesh, min_ranks, contacts=contacts, join_within_s=within_s)
-    mesh.policy = arriving.then = survival
-    for rank, (reason, died) in list(arriving.lost.items()):
-        survival.lose(rank, reason, died=died)
-    mesh.connections.wake()
-
-
-class _Arriving(LossPolicy):
-    """What becomes of a loss while a newcomer reaches for one rank after the other: it is noted.
-
-    Attributes:
-        lost: the ranks that were lost meanwhile: why, and whether they have died
-        then: the policy that follows
-    """
-
-    goes_on = True
-
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh)
-        self.lost: dict[int, tuple[str, bool]] = {}
-        self.then: LossPolicy | None = None
-
-    def lose(self, rank: int, reason: str, *, died: bool) -> None:
-        self.lost[rank] = reason, died
-        if self.then is not None:  # this thread has found this policy just before the change
-            self.then.lose(rank, reason, died=died)
-
-    def leave(self, rank: int) -> None:
-        self.lose(rank, "has left", died=True)
-
-    def hear_loss(self, sender: int, rank: int, reason: str) -> None:
-        if rank == sender:
-            self.lose(sender, reason, died=True)
+    survival.ask(contacts, within_s)
 
 
 class Survival(AgreedViews, LossPolicy):
@@ -121,8 +84,7 @@ class Survival(AgreedViews, LossPolicy):
         mesh: the mesh of this rank
         min_ranks: how many ranks a view must have; None: more than half of the last view's
         groups: ranks none of which can go on without the others of their group
-        contacts: the ranks that a newcomer asks to be let in; None: this is a member of view 0
-        join_within_s: how long a newcomer asks
+        is_newcomer: whether this rank is in no view yet, and will `ask`
     """
 
     goes_on = True
@@ -132,20 +94,16 @@ class Survival(AgreedViews, LossPolicy):
         mesh: Mesh,
         min_ranks: int | None,
         groups: Sequence[Sequence[int]] = (),
-        contacts: Sequence[int] | None = None,
-        join_within_s: float | None = None,
+        *,
+        is_newcomer: bool = False,
     ) -> None:
         self._mesh = mesh
         self._connections, self._mailboxes = mesh.connections, mesh.mailboxes
-        is_newcomer = contacts is not None
         membership = Membership(
             mesh.rank,
-            range(mesh.world_size) if contacts is None else contacts,
+            () if is_newcomer else range(mesh.world_size),
             mesh.heartbeat_timeout_s / 2,
             min_ranks,
-            time.monotonic(),
-            is_newcomer=is_newcomer,
-            limit_s=join_within_s,
             holds_joins=True,
             groups=groups,
         )
@@ -157,6 +115,21 @@ class Survival(AgreedViews, LossPolicy):
             self._mailboxes.break_off(PeerLost(mesh.rank, JOINS))
 
     # ---- from any thread ----
+
+    def ask(self, contacts: Sequence[int], within_s: float) -> None:
+        """Asks these ranks, to which the mesh is connected, to let this newcomer in.
+
+        Raises:
+            TransportError: if all of them are lost already, or there is none
+        """
+        with self._changed:
+            is_alone = self._noted.keys() >= {*contacts}
+        if is_alone:
+            raise TransportError(
+                f"a newcomer must reach a rank that trains, but none of "
+                f"{self._connections.known()} answers; start the job anew"
+            )
+        self._soon(lambda membership, now: membership.ask(now, contacts, within_s))
 
     @property
     def failure(self) -> PeerLost | None:

@@ -34,6 +34,7 @@ from lightning_dsgd.elastic.membership import Membership
 
 STORIES = sorted(Path(__file__).with_name("stories").glob("*.txt"))
 PATIENCE_S = 1.0
+LIMIT_S = 20.0
 Sent = tuple[int, int, Message]
 
 
@@ -100,10 +101,9 @@ class Cast:
         """A fresh process asks all that are there to let it in."""
         contacts = [r for r, m in self.ranks.items() if r not in self.died and not m.ended]
         self.ranks[int(rank)] = Membership(
-            int(rank), contacts, PATIENCE_S, self.min_ranks, self.now,
-            is_newcomer=True, holds_joins=True,
-        )  # fmt: skip
-        self.do(int(rank), lambda m: m.tick(self.now))
+            int(rank), (), PATIENCE_S, self.min_ranks, holds_joins=True
+        )
+        self.do(int(rank), lambda m: m.ask(self.now, contacts, LIMIT_S))
 
     def admit(self, rank: str) -> None:
         """All members have met before the same batch, and let a newcomer in that they know of."""
