@@ -58,8 +58,6 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
             lightnings: Any = self
             own = [devices.present(each) for each in lightnings.parallel_devices]
             lightnings.parallel_devices = own
-        for device in self.parallel_devices or []:  # ranks that are started from here have it too
-            devices.take_queues(device)
         check_launch(self.cluster_environment, self.num_nodes, self.num_processes)
         self._start_method = start_method(
             self.cluster_environment, self._start_method, is_chosen=self._has_start_method
@@ -67,6 +65,11 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
         self.session.ranks.check_start(self._start_method)
         super()._configure_launcher()
         self._processes.take_over(self._launcher, self._start_method, self.fail)
+
+    def setup_environment(self) -> None:
+        """Has the device ready for this rank; CUDA is asked for its queues before that."""
+        devices.take_queues(self.root_device)
+        super().setup_environment()
 
     def _join(self, *calls: str | None) -> None:
         """Makes the process group, unless a script has made one, or others train already."""

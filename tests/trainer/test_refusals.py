@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
@@ -260,6 +261,25 @@ def test_a_straggler_with_bad_numbers_is_refused() -> None:
 # ---- processes, and names ----
 def fit_with_fewer_processes() -> None:
     fit(make("local_sgd"), devices=4, plugins=[Elsewhere()])
+
+
+def foreign(device: Any) -> CPUAccelerator:
+    """Returns an accelerator of another package, whose devices are what it likes."""
+
+    class Foreign(CPUAccelerator):
+        @staticmethod
+        def get_parallel_devices(devices: Any) -> list[Any]:
+            return [device] * int(devices)
+
+    return Foreign()
+
+
+def test_a_trainer_that_trains_nothing_leaves_devices_and_the_environment_alone() -> None:
+    before = dict(os.environ)
+    for device in ("an elephant", torch.device("cuda", 0)):
+        made = L.Trainer(strategy="balanced", accelerator=foreign(device), devices=2, logger=False)
+        assert made.strategy.parallel_devices == [device] * 2
+    assert dict(os.environ) == before
 
 
 def test_fewer_processes_than_devices_are_refused() -> None:
