@@ -64,7 +64,7 @@ class ADPSGD(Algorithm):
 
     @property
     def traits(self) -> Traits:
-        return Traits(scales_steps=self.scale_steps, looks_itself=True)
+        return Traits(scales_steps=self.scale_steps, rounds_messages=True, looks_itself=True)
 
     def num_copies(
         self, world_size: int, *, is_claimed: bool = False, on_device: bool = False

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Final
 
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import devices
-from lightning_dsgd.algorithm import ORDINARY, Conditions, Profile, Traits
+from lightning_dsgd.algorithm import ORDINARY, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import rounding, sparse
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, Selected, downwards, evenly
@@ -105,10 +105,6 @@ class OkTopk(ErrorFeedback):
         doc='if True, the algorithm is as printed: `rule="paper"`, and thresholds stay as they are '
         "for `threshold_period` exchanges",
     )
-
-    @property
-    def traits(self) -> Traits:
-        return replace(super().traits, engine_takes_rounded=True)
 
     def num_copies(
         self, world_size: int, *, is_claimed: bool = False, on_device: bool = False

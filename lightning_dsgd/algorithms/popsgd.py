@@ -127,7 +127,6 @@ class PopSGD(Algorithm):
         return Traits(
             exchange_period=self.local_steps,
             scales_steps=self.scale_steps,
-            engine_takes_rounded=True,
             looks_itself=True,
         )
 

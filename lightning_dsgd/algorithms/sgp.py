@@ -123,7 +123,6 @@ class SGP(Algorithm):
             exchange_period=self.period,
             follows_time=self.overlap > 0 or self.scale_steps,
             scales_steps=self.scale_steps,
-            engine_takes_rounded=True,
             looks_itself=True,
         )
 

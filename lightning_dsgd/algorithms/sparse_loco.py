@@ -57,7 +57,7 @@ class SparseLoCo(ErrorFeedback):
 
     @property
     def traits(self) -> Traits:
-        return replace(super().traits, keeps_updates=False, engine_takes_rounded=True)
+        return replace(super().traits, keeps_updates=False)
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()

@@ -12,12 +12,12 @@ and that rank sends the rounded sum to all: the result is the same to the bit ev
 ranks, the sum of u / P and of kept_i / P is that of what was given: nothing is lost, only late.
 
 What values are rounded to says `rounding`.  Sends 2(P-1)/P |d| / 2, / 3.88 and / 7.53 with
-"bfloat16", "int8" and "int4" in 2(P-1) messages.
+"bfloat16", "int8" and "int4" in 2(P-1) messages, or in two calls of the network's engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_dsgd import agreement
 from lightning_dsgd.primitives.error_feedback import evenly
-from lightning_dsgd.primitives.rounding import decode, encode
+from lightning_dsgd.primitives.rounding import decode, encode, planes
 from lightning_dsgd.transport import Transport, Work
 
 LEAST_PIECE: Final = 2**18
@@ -43,7 +43,7 @@ def residual_of(net: Transport, x: Tensor, wire_dtype: str) -> Tensor | None:
 def average(net: Transport, x: Tensor, residual: Tensor | None, wire_dtype: str) -> None:
     """Puts the mean over all ranks, of x plus the residual, into x.
 
-    Uses messages with tag 0 between the ranks.
+    Uses messages with tag 0 between the ranks, or the network's engine.
 
     Args:
         net: the network of all ranks
@@ -70,34 +70,95 @@ def _average_rounded(
     tag: int = 0,
 ) -> None:
     residual += x
-    size, me = len(members), members.index(net.rank)
-    spans = [slice(*pair) for pair in pairwise(evenly(len(x), size))]
-    others = [(me + i) % size for i in range(1, size)]
-    sent: list[Work[None]] = []
-    for other in others:
-        share = residual[spans[other]]
-        code = encode(share, wire_dtype)
-        sent.append(net.send(code, members[other], tag, copy=False))
-        share -= decode(code, like=share)
+    me, size = members.index(net.rank), len(members)
+    spans = [end - begin for begin, end in pairwise(evenly(len(x), size))]
+    shares = torch.split(residual, spans)
+    mine, like = shares[me], encode(residual[:0], wire_dtype)
+    lengths = [sum(planes(span, wire_dtype, x.dtype)) // like.itemsize for span in spans]
+    carrier = (_ByEngine if net.sum_engine else _ByMessages)(net, members, like, tag)
 
-    share = residual[spans[me]]
-    total = torch.zeros_like(share)
-    like = encode(share[:0], wire_dtype)
-    for place, rank in enumerate(members):
-        is_mine = place == me
-        total += share if is_mine else decode(net.recv(like, rank, tag).wait(), like=share)
+    def rounded(place: int) -> Tensor:
+        """Rounds a member's share of what this rank has, which keeps what is rounded off."""
+        code = encode(shares[place], wire_dtype)
+        shares[place].sub_(decode(code, like=shares[place]))
+        return code
+
+    came = carrier.swap(rounded, lengths)
+    total = torch.zeros_like(mine)
+    for place in range(size):
+        total += mine if place == me else decode(came(place), like=mine)
     code = encode(total, wire_dtype)
-    rounded = decode(code, like=total)
-    sent += [net.send(code, members[other], tag, copy=False) for other in others]
-    torch.sub(total, rounded, out=share)
-
-    x[spans[me]] = rounded.to(x.dtype)
-    for other in others:
-        code = net.recv(like, members[other], tag).wait()
-        x[spans[other]] = decode(code, like=residual[spans[other]]).to(x.dtype)
+    torch.sub(total, decode(code, like=total), out=mine)
+    sums = carrier.gather(code, lengths)
+    for place, mean in enumerate(torch.split(x, spans)):
+        mean.copy_(decode(code if place == me else sums(place), like=shares[place]))
     x /= size
-    for work in sent:
-        work.wait()
+    carrier.finish()
+
+
+Came = Callable[[int], Tensor]
+"""What has come from another member, by its place; waits for it."""
+
+
+class _ByMessages:
+    """Carries codes in messages: one leaves while the next one is made.
+
+    Args:
+        net: the network
+        members: who takes part
+        like: an empty code
+        tag: the tag of the messages
+    """
+
+    def __init__(self, net: Transport, members: Sequence[int], like: Tensor, tag: int) -> None:
+        self._net, self._members, self._like, self._tag = net, members, like, tag
+        me, size = members.index(net.rank), len(members)
+        self._others = [(me + i) % size for i in range(1, size)]
+        self._sent: list[Work[None]] = []
+
+    def swap(self, made: Callable[[int], Tensor], lengths: Sequence[int]) -> Came:
+        """Sends each other member what is `made` for it; `lengths` has the length of each."""
+        self._sent += [self._send(place, made(place)) for place in self._others]
+        return self._take
+
+    def gather(self, code: Tensor, lengths: Sequence[int]) -> Came:
+        """Sends a code to all other members; `lengths` has the length of each one's."""
+        self._sent += [self._send(place, code) for place in self._others]
+        return self._take
+
+    def finish(self) -> None:
+        """Waits until all is sent."""
+        for work in self._sent:
+            work.wait()
+
+    def _send(self, place: int, code: Tensor) -> Work[None]:
+        return self._net.send(code, self._members[place], self._tag, copy=False)
+
+    def _take(self, place: int) -> Tensor:
+        return self._net.recv(self._like, self._members[place], self._tag).wait()
+
+
+class _ByEngine(_ByMessages):
+    """Carries codes by the network's engine, such as NCCL: all of them in one call.
+
+    On a device they would go through the host's memory in messages.
+    """
+
+    def swap(self, made: Callable[[int], Tensor], lengths: Sequence[int]) -> Came:
+        me, size = self._members.index(self._net.rank), len(self._members)
+        to_each = [0 if place == me else length for place, length in enumerate(lengths)]
+        from_each = [0 if place == me else lengths[me] for place in range(size)]
+        leaving, came = (self._like.new_empty(sum(each)) for each in (to_each, from_each))
+        parts = torch.split(leaving, to_each)
+        for place in self._others:
+            parts[place].copy_(made(place))
+        self._net.all_to_all(came, leaving, from_each, to_each, self._members).wait()
+        return torch.split(came, from_each).__getitem__
+
+    def gather(self, code: Tensor, lengths: Sequence[int]) -> Came:
+        sums = self._like.new_empty(sum(lengths))
+        self._net.gather_into(sums, code, lengths, self._members).wait()
+        return torch.split(sums, list(lengths)).__getitem__
 
 
 class GroupSums:

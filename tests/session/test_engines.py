@@ -14,10 +14,11 @@ from tests.support.thorough import cases
 from tests.support.worlds import NativeWorld
 
 ROUNDED = {
-    "allreduce:wire_dtype=int8": "messages",
-    "wagma:wire_dtype=int8": "messages",
-    "local_sgd:sync_period=1:wire_dtype=int8": "messages",
-    "hpsgd:max_local_steps=1:wire_dtype=int8": "messages",
+    "allreduce:wire_dtype=int8": "gloo",
+    "wagma:wire_dtype=int8": "gloo",
+    "wagma:overlap=true:sync_period=2:wire_dtype=int8": "gloo",
+    "local_sgd:sync_period=1:wire_dtype=int8": "gloo",
+    "hpsgd:max_local_steps=1:wire_dtype=int8": "gloo",
     "adpsgd:wire_dtype=int8": "messages",
     "sgp:wire_dtype=int8": "gloo",
     "popsgd:blocking=true:wire_dtype=int8": "gloo",

@@ -144,7 +144,7 @@ def test_algorithms_train_on_a_device(names: list[str]) -> None:
     later=[
         *("wagma:overlap=true", "wagma:node_size=2:group_size=2"),
         "wagma:node_size=2:group_size=2:overlap=true",
-        *("eager_sgd:quorum=solo", "hpsgd", "popsgd:wire_dtype=int8"),
+        *("eager_sgd:quorum=solo", "hpsgd", "popsgd:wire_dtype=int8", "wagma:wire_dtype=int8"),
     ],
 )
 def test_sums_and_pairs_wait_for_no_slow_kernel_of_another_rank(spec: str) -> None:
