@@ -132,6 +132,7 @@ class Block:
         self.addresses: set[int] = set()
         """What has been read or written of it."""
         self._storage = inner.untyped_storage()
+        device.note_memory(self._storage.nbytes())
 
     def address(self, inner: Tensor) -> int:
         """Of a tensor in it; no other block ever has it."""
@@ -231,6 +232,9 @@ class FakeDevice:
         self._default = FakeStream(self)
         self._streams.append(self._default)
         self.num_queued = 0
+        self.peak_bytes = 0
+        """The most that tensors have taken at a time."""
+        self._taken_bytes = 0  # by tensors, and by what is gone
 
     def hardware_queue(self) -> HardwareQueue:
         """The queue of the next stream that is made."""
@@ -388,7 +392,7 @@ class FakeDevice:
     def _to(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         device = kwargs.pop("device", None) or x.device
         dtype = kwargs.get("dtype") or x.dtype
-        made = torch.empty_like(x, dtype=dtype, device="meta")
+        made = torch.empty_like(_inner(x), dtype=dtype, device="meta")
         cpu = torch.empty_strided(made.shape, made.stride(), dtype=dtype)
         into = self.tensor(cpu) if torch.device(device).type == self.device.type else cpu
         return self.copy_at_once(into, x)
@@ -457,10 +461,21 @@ class FakeDevice:
             self.num_queued += 1
             self.current().queue.put(work)
 
+    def note_memory(self, nbytes: int) -> None:
+        """Counts the memory of a new block."""
+        with self.lock:
+            self._taken_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.taken_bytes())
+
+    def taken_bytes(self) -> int:
+        """Returns how much memory tensors take now."""
+        return self._taken_bytes - sum(storage.nbytes() for storage, *_ in list(self.gone))
+
     def _use_again(self) -> None:
         """Writes to memory that is gone, as the allocator may: after what its users have queued."""
         while self.gone:
             storage, stream, users, addresses = self.gone.popleft()
+            self._taken_bytes -= storage.nbytes()
             for user in users:
                 with self.using(user):
                     mark = self.mark()
