@@ -55,7 +55,7 @@ class ADPSGD(Algorithm):
         when="up to once per step, in the background",
         with_whom="a random neighbour",
         sends="|x|",
-        memory="2 |x|; 4 |x| during an exchange; on a device 2 |x| more",
+        memory="2 |x|; 4 |x| during an exchange; on a device |x| more, 3 |x| with a `wire_dtype`",
     )
 
     seed: int = setting(default=0, doc="seed of the random choice of neighbours")
@@ -69,7 +69,9 @@ class ADPSGD(Algorithm):
     def num_copies(
         self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
     ) -> float:
-        return 6.0 if on_device else 4.0
+        if not on_device:
+            return 4.0
+        return 5.0 if self.wire_dtype == "float32" else 7.0
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)

@@ -81,8 +81,8 @@ class PopSGD(Algorithm):
         when="every `local_steps` steps",
         with_whom="a random partner",
         sends="|x| / `local_steps`",
-        memory="2 |x|, 5 |x| during an exchange, on a device 2 |x| more; |x| with `blocking`; |x| "
-        "more with a `wire_dtype`",
+        memory="2 |x|, 5 |x| during an exchange, on a device 3 |x| and 4 |x|; |x| with `blocking`; "
+        "|x| more with a `wire_dtype`",
     )
 
     printed: ClassVar[dict[str, Any]] = {
@@ -135,7 +135,7 @@ class PopSGD(Algorithm):
     ) -> float:
         copies = 1.0
         if not self.blocking:
-            copies = 7.0 if on_device else 5.0  # during an exchange
+            copies = 4.0 if on_device else 5.0  # during an exchange
         return copies if self.wire_dtype == "float32" else copies + 1
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:

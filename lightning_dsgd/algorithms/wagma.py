@@ -81,7 +81,7 @@ class WAGMA(Algorithm):
         when="every `group_period` steps; globally every `sync_period` steps",
         with_whom="a group of `group_size` ranks that changes every time",
         sends="2(S-1)/S |x| / `group_period`",
-        memory="2 |x|; 3 |x| with `overlap`, on a device 6 |x|; none with an infinite grace and no "
+        memory="2 |x|; 3 |x| with `overlap`, on a device 4 |x|; none with an infinite grace and no "
         "`overlap`; 4 |x| more in a sum with a `wire_dtype`; that of a shard and |g| with a "
         "`node_size`",
     )
@@ -171,7 +171,7 @@ class WAGMA(Algorithm):
     ) -> float:
         copies = 0.0 if self.grace_s == math.inf else 2.0
         if self.overlap:
-            copies = 6.0 if on_device else 3.0
+            copies = 4.0 if on_device else 3.0
         if self.wire_dtype != "float32":
             copies += 4  # in a sum
         if self.node_size is None:

@@ -13,27 +13,36 @@ adds to x in the meantime is neither lost nor torn: it is published the next tim
 take the same d, one of them with the opposite sign, so the sum of x + c over all ranks is kept.
 
 **On a device** a training thread publishes x before the device has made it.  `PublishedAhead` and
-`ContributedAhead` keep the publication before in a second buffer, which the lane uses until then:
+`ContributedAhead` keep what was made before, which the lane uses until then:
 
-    training thread   publish:   waits until q is made;  r, q <- q, r;   a, c <- c, 0
-       its stream                x <- x + a,  q <- x,  a mark
-    lane              y:         q + c once the mark has passed;  r + a + c before
-                      correct:   c <- c + d
+    training thread   publish:   waits until q is made;  takes q up
+       its stream                c <- x - c,  x <- c,  c becomes q      (if there is no c: q <- x)
+    both              take up:   if q is made:  q <- q - c,  q becomes r
+    lane              lend:      takes q up;  r is b too
+                      correct:   gives b back;  r <- r + d,  c <- c - d   (if there is no c: -d)
 
-Legend: q the newest publication, r the one before, a the corrections that q has and r has not, c
-those that neither has.
+Legend: q the newest publication; r the one before, with all corrections since; -c the corrections
+that neither q nor x has; b what is lent, and must not change; d a correction.
 
-The lane's stream waits for no mark: what it reads has been made.  The stream that trains waits for
-the lane's passes over memory alone.  The training thread waits for its own device, which is at most
-one step behind it, and so for no other rank.  Both ends are bounded: a publication is used as soon
-as it is made, and the one before is overwritten only after that.
+**Memory.**  A letter that becomes another one keeps its memory.  Three pieces are enough for r, q,
+c and b: if b is not r, there is no c.  For r leaves b only in `publish`, which leaves no c, and a
+new c comes only when b is given back.  And what `publish` takes up leaves its letter q free.
+
+**Who waits.**  The lane's stream waits for no kernel of the training: r, c and b have been made.
+The training thread takes q up on a stream beside the one that trains, on which a slow kernel may be
+queued.  The stream that trains waits for passes over memory of these two alone.  The training
+thread waits for its own device, which is at most one step behind it, and so for no other rank.
+
+**No half-written memory is read.**  q is written by the stream that trains, and read by the others
+once the host has seen the mark behind it.  All else is written and read under the lock, by streams
+that wait for the last pass before.  b is read without the lock, and nothing writes to it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -95,7 +104,7 @@ class Published:
 
 
 class PublishedAhead:
-    """`Published` on a device, which may still be computing the weights.  Memory: 4 |x|.
+    """`Published` on a device, which may still be computing the weights.  Memory: 3 |x|.
 
     Args:
         net: the network whose `timeout_s` and losses end the wait for the own device
@@ -103,77 +112,92 @@ class PublishedAhead:
         step: the step of this first publication
     """
 
+    _NUM_BUFFERS = 3
+
     def __init__(self, net: Transport, x: Tensor, step: int = -1) -> None:
         self._net = net
         self._port = port_of(x.device)
+        self._beside = self._port.new()
         self._lock = threading.Lock()  # held while work is queued, never while it is waited for
+        self._buffers = [torch.empty_like(x) for _ in range(self._NUM_BUFFERS)]
         self.restart(x, step)
 
     def restart(self, x: Tensor, step: int) -> None:
         """Begins with x as it is; earlier publications and corrections no longer count."""
-        self._q, self._r = x.clone(), x.clone()
-        self._a, self._c = torch.empty_like(x), torch.empty_like(x)
-        self._has_a = self._has_c = False
-        self._steps = step, step  # of r and q
-        self._made = self._port.mark()
-        self._used = PASSED  # behind the lane's last pass over memory
+        self._r = self._buffers[0].copy_(x)
+        self._r_step = self._q_step = step
+        self._q: Tensor | None = None
+        self._c: Tensor | None = None
+        self._b: Tensor | None = None
+        self._made = PASSED  # behind what makes q
+        self._used = self._port.mark()  # behind the last pass over memory that makes no q
 
     def publish(self, x: Tensor, step: int = -1) -> None:
         """Adds the corrections to x, and publishes x."""
         await_mark(self._net, self._made)
         with self._lock:
+            with self._port.using(self._beside), self._passing():
+                self._take_up()
             self._used.hold()
-            self._q, self._r = self._r, self._q
-            self._a, self._c = self._c, self._a
-            self._has_a, self._has_c = self._has_c, False
-            self._steps = self._steps[1], step
-            if self._has_a:
-                x += self._a
-            self._q.copy_(x)
-            self._made = self._port.mark()
+            if self._c is None:
+                self._q = self._unused().copy_(x)
+            else:
+                self._q, self._c = torch.sub(x, self._c, out=self._c), None
+                x.copy_(self._q)
+            self._q_step, self._made = step, self._port.mark()
 
     def snapshot(self) -> Tensor:
-        """Returns a copy of what is published and computed, corrections included."""
-        return self._snapshot()[0]
+        """Lends what is published and made, corrections included, until it is corrected."""
+        with self._lock, self._passing():
+            self._take_up()
+            self._b = self._r
+        return self._b
 
     def correct(self, d: Tensor) -> None:
         """Adds d to what is published, and to x the next time that x is published."""
-        with self._using():
-            self._add(d)
+        self._correct(d, 1)
 
     def meet(self, theirs: Tensor, wire_dtype: str) -> Tensor:
-        """Goes halfway to a partner's copy; returns a message with the way left to the partner."""
-        y = self.snapshot()
-        message = rounding.encode((y - theirs).mul_(0.5), wire_dtype)
-        self.correct(rounding.decode(message, like=y).neg())
+        """Goes halfway to a partner's copy, and overwrites it; returns the way left to the partner.
+
+        The result is a message.
+        """
+        mine = self.snapshot()
+        message = rounding.encode(torch.sub(mine, theirs, out=theirs).mul_(0.5), wire_dtype)
+        self._correct(rounding.decode(message, like=mine), -1)
         return message
 
-    def _snapshot(self) -> tuple[Tensor, int]:
-        """Returns a copy, and the step at which the copy was published."""
-        with self._using():
-            if self._made.has_passed():
-                y, step = self._q.clone(), self._steps[1]
+    def _correct(self, d: Tensor, sign: int) -> None:
+        with self._lock, self._passing():
+            self._b = None
+            self._r.add_(d, alpha=sign)
+            if self._c is None:
+                self._c = torch.mul(d, -sign, out=self._unused())
             else:
-                y, step = self._r.clone(), self._steps[0]
-                if self._has_a:
-                    y += self._a
-            if self._has_c:
-                y += self._c
-        return y, step
+                self._c.sub_(d, alpha=sign)
 
-    def _add(self, d: Tensor) -> None:
-        if self._has_c:
-            self._c += d
-        else:
-            self._c.copy_(d)
-        self._has_c = True
+    def _take_up(self) -> None:
+        """Has r be the newest publication, once that is made."""
+        if self._q is not None and self._made.has_passed():
+            if self._c is not None:
+                self._q -= self._c
+            self._r, self._q = self._q, None
+            self._r_step = self._q_step
+
+    def _unused(self) -> Tensor:
+        """Returns a buffer that has no letter."""
+        used = self._letters()
+        return next(b for b in self._buffers if all(b is not other for other in used))
+
+    def _letters(self) -> Sequence[Tensor | None]:
+        return self._r, self._q, self._c, self._b
 
     @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        """Holds the lock while the lane passes over memory, and marks the end on the device."""
-        with self._lock:
-            yield
-            self._used = self._port.mark()
+    def _passing(self) -> Iterator[None]:
+        """Orders passes over memory, of streams that do not train, behind those before."""
+        self._used.hold()
+        yield
+        self._used = self._port.mark()
 
 
 class Contributed:
@@ -251,26 +275,64 @@ class Contributed:
 
 
 class ContributedAhead(PublishedAhead):
-    """`Contributed` on a device, by ranks that do not wait for the sum.
+    """`Contributed` on a device, by ranks that do not wait for the sum.  Memory: 4 |x|.
 
-    The corrections are the same: y / S - b.  Memory: 4 |x|; 6 |x| while a sum is under way.
+        lane   contribution: lends b,  y <- b;  then y is summed over the group
+               reduced:      b <- b - y / S
+                             y / S becomes r             where r was not b:  r <- r - b
+                             b becomes c                 where there is a c:  c <- c + b
+
+    The corrections are those of `Contributed`: y / S - b.  As r, y is divided only if it is lent:
+    mostly q is made before that.
     """
+
+    _NUM_BUFFERS = 4
 
     contributed_at = -1
 
+    def restart(self, x: Tensor, step: int) -> None:
+        """Begins with x as it is; earlier publications and corrections no longer count."""
+        super().restart(x, step)
+        self._y: Tensor | None = None
+        self._num_summed = 1  # of how many ranks r is the sum
+
     def contribution(self) -> Tensor:
         """Returns the tensor to sum up in place."""
-        self._b, self.contributed_at = self._snapshot()
-        self._y = self._b.clone()
+        with self._lock, self._passing():
+            self._take_up()
+            if self._num_summed > 1:
+                self._r /= self._num_summed
+                self._num_summed = 1
+            self._b, self.contributed_at = self._r, self._r_step
+            self._y = self._unused().copy_(self._b)
         return self._y
 
     def reduced(self, group_size: int) -> None:
-        """Turns the contribution, which holds the sum over so many ranks, into the mean."""
-        self.correct(self._y.div_(group_size).sub_(self._b))
-        del self._b, self._y
+        """Turns the contribution, which holds the sum over so many ranks, into corrections."""
+        with self._lock, self._passing():
+            y, b = self._y, self._b
+            assert y is not None, "a contribution was given"
+            assert b is not None, "a contribution was given"
+            is_newest = self._r is b
+            b.addcdiv_(y, torch.full_like(y[:1], group_size), value=-1)
+            if is_newest:
+                self._r, self._num_summed = y, group_size
+            else:
+                self._r -= b
+            self._c = b if self._c is None else self._c.add_(b)
+            self._b = self._y = None
+
+    def _take_up(self) -> None:
+        before = self._r
+        super()._take_up()
+        if self._r is not before:
+            self._num_summed = 1
 
     def take(self, x: Tensor) -> None:
         """Does nothing: no rank has waited for the mean."""
+
+    def _letters(self) -> Sequence[Tensor | None]:
+        return *super()._letters(), self._y
 
 
 class InPlace:

@@ -75,9 +75,9 @@ def test_each_silent_loss_has_a_line_with_the_way_out(
 @pytest.mark.parametrize(
     ("spec", "more_mb", "more_on_a_device"),
     [
-        ("wagma", "2", "8"),
-        ("wagma:wire_dtype=int8:scale_steps=true", "2", "8"),
-        ("wagma:node_size=4", "0.5", "2"),  # of a shard
+        ("wagma", "2", "4"),
+        ("wagma:wire_dtype=int8:scale_steps=true", "2", "4"),
+        ("wagma:node_size=4", "0.5", "1"),  # of a shard
         *(("wagma:overlap=true", "", ""), ("wagma:grace_s=Infinity", "", "")),
         *(("wagma:paper=true", "", ""), ("allreduce", "", ""), ("sgp", "", "")),
     ],
