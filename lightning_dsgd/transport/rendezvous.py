@@ -31,6 +31,8 @@ which is left behind if no answer comes in time.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import os
 import threading
 import time
@@ -51,6 +53,16 @@ _ANSWER_WITHIN_S: Final = 5.0
 """How long the store may take to answer a question that needs no waiting."""
 _VERDICT_WITHIN_S: Final = 5.0
 """How long a rank that is alive may take to notice `trouble`."""
+
+
+@functools.cache
+def leave_garbage_to_parents() -> None:
+    """Has processes that are forked from this one collect nothing that was there before.
+
+    A store that is collected joins its thread.  A forked process has no such thread, but may have
+    one of its own in that place: then it would hang, or abort.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def outlives_ranks() -> bool:
@@ -174,6 +186,8 @@ class Rendezvous:
     def _open_stores(self) -> tuple[Any, Any]:
         """Opens our store and the process group's: one that waits keeps others from asking."""
         keeps = self._rank == 0 and not self._is_agents
+        if keeps:
+            leave_garbage_to_parents()
         return self._open_store(keeps), self._open_store(keeps)
 
     def _open_store(self, keeps: bool) -> Any:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 from lightning_dsgd.trainer.named import strategy_of
 from lightning_dsgd.transport import TransportError, processes
+from lightning_dsgd.transport.rendezvous import Rendezvous
 from tests.support.models import Regression, loader, trainer
 from tests.support.mpi import ROOT, ended
 from tests.support.ports import free_port
@@ -117,3 +121,32 @@ def test_ranks_that_torchrun_starts_again_do_not_meet_those_of_before() -> None:
     assert job.returncode == 0, job.stderr
     for rank in range(2):
         assert f"trained as rank {rank}" in job.stdout
+
+
+def test_a_forked_process_does_not_join_the_thread_of_a_store_in_its_garbage() -> None:
+    """As a second Trainer's forked ranks, and loader workers, have that of an earlier training."""
+    [outcome] = StartWorld(port=free_port()).outcomes(1, fork_beside_a_dead_store)
+    assert outcome.result == 0, outcome
+
+
+def collect_beside_threads() -> None:
+    """These take the places of those threads that the parent has, and this process has not."""
+    for _ in range(8):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    gc.collect()
+
+
+def fork_beside_a_dead_store() -> int | None:
+    met = Rendezvous(0, 1, "127.0.0.1", int(os.environ["MASTER_PORT"]), 20.0, "the environment")
+    met.join()
+    gc.disable()
+    dead: list[Any] = [dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)]  # type: ignore[attr-defined]
+    dead.append(dead)  # a circle, as a Trainer is in
+    del dead
+    child = multiprocessing.get_context("fork").Process(target=collect_beside_threads)
+    child.start()
+    child.join(20.0)
+    if child.is_alive():
+        child.kill()
+    child.join()
+    return child.exitcode
