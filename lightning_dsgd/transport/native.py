@@ -4,9 +4,10 @@
     starter     once all ranks have asked: calls torch's collective, on a stream of its own
     thread      wait: until that is called, then until the result is on the device
 
-This module serves all ranks together.  What groups and pairs do travels on the same communicator,
-that of all ranks: see `native_groups` and `native_sends`.  `tickets` says in which order all of
-these are begun, and why nobody waits for ever.
+This module serves all ranks together; for groups and pairs see `native_groups` and `native_sends`.
+All of these travel on communicators of all ranks: pairs on two, as their colour says, the rest on
+the first.  `tickets` says in which order they are begun, one for both communicators, and why nobody
+waits for ever.
 
 **On a device.**  The ask is a message to the own rank, so the starter's stream waits for what has
 made the argument.  A thread that waits for a result asks again and again whether it is there, as
@@ -16,9 +17,9 @@ end of a lane end the wait, and not torch's watchdog, which would end the proces
 **Halves.**  Sums of bf16 travel as bf16, as with DDP: these are gradients, as weights are averaged
 in fp32.  Sums of fp16 are made in fp32, as fp16 might not hold the sum of what all ranks have.
 
-**After a loss.**  The starter aborts the communicator, which ends the kernels that wait for the
+**After a loss.**  The starter aborts the communicators, which ends the kernels that wait for the
 lost rank.  No thread can be inside NCCL then, as no other one calls it while collectives are under
-way.  A starter that is itself held up there is left behind, and the communicator with it; the
+way.  A starter that is itself held up there is left behind, and the communicators with it; the
 waits of the other threads end all the same.
 
 **Threads.**  `ask` is called by any thread, which puts the collective into `_asked`; the starter
@@ -67,6 +68,8 @@ TAKEN: Final = frozenset(
     | {torch.int64, torch.int32, torch.int8, torch.uint8}
 )
 """The dtypes that NCCL and gloo can sum and broadcast."""
+NUM_COLOURS: Final = 2
+"""So many communicators are there."""
 W = TypeVar("W", bound="NativeCollective")
 _DONE_WITH: Final = {
     SUM: "to sum",
@@ -125,14 +128,15 @@ class Native:
 
     Args:
         net: the network over which the ranks agree on an order
-        group: the group of all ranks, from `make_group`
+        groups: groups of all ranks, from `make_group`, one for each colour
     """
 
-    def __init__(self, net: ProcessTransport, group: Any) -> None:
+    def __init__(self, net: ProcessTransport, groups: Sequence[Any]) -> None:
         self._net = net
         self._port = net.mesh.port
         self.engine = library_for(self._port.device)
-        self._group = group
+        self._groups = groups
+        self._second = self._port.new()  # what has the second colour waits for nothing of the first
         self._asked: dict[Key, NativeCollective] = {}
         self._under_way: list[NativeCollective] = []
         self._is_aborted = False
@@ -167,7 +171,8 @@ class Native:
         if self._net.mesh.mailboxes.failure is not None or not is_idle:
             self.abandon()
         if not self._is_aborted:
-            destroy_group(self._group)
+            for group in self._groups:
+                destroy_group(group)
 
     # ---- the starter ----
 
@@ -175,8 +180,9 @@ class Native:
         """Calls torch's collective, whose ticket has come."""
         self._under_way = [work for work in self._under_way if not work.has_passed()]
         work = self._asked.pop(key)
-        with self._net.blaming(work.describe()):
-            work.launch(self._group, self._port, lengths)
+        stream = self._second if work.colour else self._port.current()
+        with self._net.blaming(work.describe()), self._port.using(stream):
+            work.launch(self._groups[work.colour], self._port, lengths)
         self._under_way.append(work)
 
     def refuse(self, key: Key, least: Form, greatest: Form) -> None:
@@ -202,20 +208,22 @@ class Native:
             self._net.mesh.lose(self._net.rank, failed(failure))
         if not self._is_aborted:
             self._is_aborted = True
-            abort(self._group, self._port)
+            abort(self._groups, self._port)
 
 
-def abort(group: Any, port: Port) -> None:
-    """Aborts a group in a thread of its own, as torch may not come back from this."""
+def abort(groups: Sequence[Any], port: Port) -> None:
+    """Aborts groups, each in a thread of its own, as torch may not come back from this."""
 
-    def end() -> None:
+    def end(group: Any) -> None:
         with contextlib.suppress(Exception):  # the job ends all the same
             port.enter()
             group.abort()
 
-    thread = threading.Thread(target=end, daemon=True)
-    thread.start()
-    thread.join(CLOSE_TIMEOUT_S)
+    threads = [threading.Thread(target=end, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(CLOSE_TIMEOUT_S)
 
 
 class NativeCollective(Expected, ABC):
@@ -240,6 +248,8 @@ class NativeCollective(Expected, ABC):
     """In how many messages they would leave without an engine."""
     awaited = -1
     """For which rank its caller waits; -1: all."""
+    colour = 0
+    """On which of the communicators it travels."""
 
     def __init__(
         self, net: ProcessTransport, x: Tensor, call: Call, root: int, group: Members

@@ -8,9 +8,9 @@
 A broadcast is the same: in 1 its source alone sends, 2 is left out, and in 3 nobody sends to the
 source.
 
-**Which communicator.**  That of all ranks, as for pairs.  So a rank may be in any number of groups,
-which may overlap and may be new each time: nothing is made for a group.  The price is that of
-pairs: what a rank does in different groups runs one after another.
+**Which communicator.**  The first one of all ranks.  So a rank may be in any number of groups,
+which may overlap and may be new each time: nothing is made for a group.  The price: what a rank
+does in different groups runs one after another.
 
 **When.**  `tickets` orders these with all else that travels on the communicator.  A rank asks once
 its device has made x.  The starter launches both calls of all pieces in a row, with the additions

@@ -13,12 +13,27 @@ what it had queued.  So a kernel is launched when both ends can run: none spins 
 batch or kernel is slow, that has stopped, or that is lost.  Until then a push stays with its
 sender.
 
-**Why there is no cycle.**  A communicator runs what is launched on it one after another.  So pairs
-that share ranks need one order on all of these, and so do pairs and sums.  Tickets give it: a pair
-is a group of two, whose top is the rank of the tree below which both are.  Take the first in that
-order that is not done.  All before it are done on both of its ranks, so both run it.  NCCL connects
-two ranks the first time that one sends to the other.  The starter waits for the other's then, which
-comes to the same pair for the same reason.
+**Two colours.**  A communicator runs what is launched on it one after another.  With a single one a
+rank's pair waits for the rank's other pair, that one for the other pair of its partner, and so on:
+a step of `sgp` among 16 ranks is 3.25 transfers long (`tests/transport/test_critical_path.py`).  So
+there are two communicators, and a pair has a colour, which says on which of them it travels.  Where
+the pairs of a step form circles, as those of `dpsgd` and `sgp` do, colours alternate along a circle
+of even length (`colour_of`): both pairs of a rank run at once, and a step is one transfer long.
+Elsewhere, as with random graphs, two pairs of a rank may have one colour; then one waits for the
+other.  Nothing relies on colours but speed.
+
+**Why there is no cycle.**  Pairs that share ranks need one order on all of these, and so do pairs
+and sums.  Tickets give it, one for both communicators: a pair is a group of two, whose top is the
+rank of the tree below which both are.  Take the first in that order that is not done.  All before
+it are done on both of its ranks.  So nothing is before it on its communicator there, nor in a
+hardware queue that streams share, and both run it.  Beside it a device may run one call of the
+other colour, which waits for its own partner: a device must have room for two calls of NCCL's.
+NCCL connects two ranks the first time that one sends to the other.  The starter, which launches
+both colours, waits for the other's then, which comes to the same pair for the same reason.
+
+**Why not one call for all pairs of a step**, which would need a single communicator.  A rank would
+hold what one partner has asked for until the others ask, and that partner's kernel would spin.  A
+call of only those whose tickets are there leaves a step of `sgp` 2.4 transfers long.
 
 **Why nobody waits for ever.**  A thread waits for a ticket as for a message: a lost rank, a limit
 or the end of its lane ends the wait.  What is asked for holds up nothing else, whatever the partner
@@ -27,12 +42,11 @@ does.  Once a rank is lost the starter aborts the communicators, which ends what
 **Stops.**  What is sent may be empty: the ticket tells the partner, and nothing is launched for it.
 So a rank says that it makes no more steps.
 
-**Which communicator.**  torch makes a communicator for each pair whose send or receive is called by
-itself; in a batch it takes the group's, here that of all ranks.  NCCL 2.30 has two pools for all
-that a communicator sends and receives over the network.  Each has up to 64 MiB (32 channels, 16
-chunks, 128 KiB), so with a communicator for each pair a rank would have both once per partner.
-Within a node the rank that receives takes 9.6 MB per channel for each rank that sends to it, either
-way.  The price: what a rank exchanges with different ranks runs one after another.
+**Memory.**  torch makes a communicator for each pair whose send or receive is called by itself; in
+a batch it takes the group's, here one of all ranks.  NCCL 2.30 has two pools for all that a
+communicator sends and receives over the network.  Each has up to 64 MiB (32 channels, 16 chunks,
+128 KiB).  So a rank has both once per colour, and not once per partner.  Within a node the rank
+that receives takes 9.6 MB per channel for each rank that sends to it, either way.
 
 **Parts.**  A gather, or an exchange of parts whose lengths the ranks know, is begun once all its
 members have called it, as sums are; the members are all ranks, or any group.  NCCL sends and
@@ -66,6 +80,25 @@ def batch(group: Any, ends: Iterable[End]) -> Sequence[Any]:
     return dist.batch_isend_irecv(calls) if calls else ()
 
 
+def colour_of(members: Sequence[int], world_size: int, *, is_push: bool) -> int:
+    """Returns the colour of a pair, 0 or 1.
+
+    Ranks that are h apart, h = 2^v times an odd number, form circles r, r + h, r + 2 h, ... modulo
+    P.  With each hop the v-th bit of a rank changes, but for where a circle closes if P is no
+    multiple of 2^(v + 1).  This bit of the rank that a hop begins at is the hop's colour.
+
+    Args:
+        members: the two ranks; of a push, the one that sends first
+        world_size: P
+        is_push: whether only the first rank sends; else a hop begins where it is the shorter way
+    """
+    begin, end = members
+    hop = (end - begin) % world_size
+    if not is_push and 2 * hop > world_size:
+        begin, hop = end, world_size - hop
+    return int(begin & hop & -hop != 0)
+
+
 class Pair(NativeCollective):
     """One end of an exchange, a push or a pull; the result is what the other rank sends.
 
@@ -79,6 +112,7 @@ class Pair(NativeCollective):
         root = EXCHANGE if call.kind == "exchange" else PUSH
         super().__init__(net, x, call, root, call.members)
         self._peer = self.awaited = call.members[1 - call.me]
+        self.colour = colour_of(call.members, net.world_size, is_push=root == PUSH)
         self._theirs = x[:0]
         self.bytes_sent, self.messages_sent = x.nbytes, int(root == EXCHANGE or call.me == 0)
 

@@ -18,7 +18,14 @@ from torch import Tensor
 from lightning_dsgd.devices import COLLECTIVES, backend_for
 from lightning_dsgd.transport.collectives import Call
 from lightning_dsgd.transport.contract import Work
-from lightning_dsgd.transport.native import Native, OfAll, destroy_group, make_group, members_of
+from lightning_dsgd.transport.native import (
+    NUM_COLOURS,
+    Native,
+    OfAll,
+    destroy_group,
+    make_group,
+    members_of,
+)
 from lightning_dsgd.transport.native_groups import InShards
 from lightning_dsgd.transport.native_sends import Pair, Parts
 from lightning_dsgd.transport.processes import CPU, ProcessTransport, libraries
@@ -50,18 +57,18 @@ class ProcessGroupTransport(ProcessTransport):
         self._has, self._wants = libraries().get(device.type, "none"), backend_for(device)
         self._may = device.type in native_devices
         is_native = self._may and self._has == self._wants and dist.get_world_size() > 1
-        # The group is made before anything can use it, and on all ranks alike.
-        group = make_group(device, timeout_s) if is_native else None
+        # The groups are made before anything can use them, and on all ranks alike.
+        groups = [make_group(device, timeout_s) for _ in range(NUM_COLOURS * is_native)]
         try:
             wire, limits = wire or TCPWire(), (timeout_s, heartbeat_timeout_s)
             super().__init__(dist.get_rank(), dist.get_world_size(), wire, *limits, device)
             self.meet()
         except BaseException:
-            if group is not None:
+            for group in groups:
                 destroy_group(group)
             raise
-        if group is not None:
-            self._native = Native(self, group)
+        if is_native:
+            self._native = Native(self, groups)
             self.sum_engine = self._native.engine
 
     def engines(self) -> str:

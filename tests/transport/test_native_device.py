@@ -1,11 +1,12 @@
 """Sums by NCCL of tensors on a device: on one that is none, with an NCCL that is none, and on GPUs.
 
-The emulated NCCL sums over gloo, on a stream of its own, behind what is queued on the stream of who
-calls it.  As NCCL does, it mixes sums up unless all ranks call it in one order.
+The emulated NCCL sums over gloo, on a stream for each communicator, behind what is queued on the
+stream of who calls it.  As NCCL does, it mixes sums up unless all ranks call it in one order.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,14 +50,17 @@ class FakeNCCL:
     fake: FakeDevice
 
     def __post_init__(self) -> None:
-        self.stream = self.fake.new()
+        self._streams: dict[Any, Any] = {}
         self._by_gloo = dist.all_reduce, dist.broadcast, dist.batch_isend_irecv
 
+    def stream_of(self, group: Any) -> Any:
+        return self._streams.setdefault(group, self.fake.new())
+
     def all_reduce(self, x: Tensor, group: Any, async_op: bool) -> FakeWork:
-        return self._do(partial(self._by_gloo[0], group=group), x)
+        return self._do(partial(self._by_gloo[0], group=group), x, group)
 
     def broadcast(self, x: Tensor, group: Any, async_op: bool, group_src: int) -> FakeWork:
-        return self._do(partial(self._by_gloo[1], group=group, group_src=group_src), x)
+        return self._do(partial(self._by_gloo[1], group=group, group_src=group_src), x, group)
 
     def batch_isend_irecv(self, calls: list[Any]) -> list[FakeWork]:
         hosts = [self.fake.pinned(len(call.tensor), call.tensor.dtype) for call in calls]
@@ -67,25 +71,25 @@ class FakeNCCL:
             for work in self._by_gloo[2](ops):
                 work.wait()
 
-        begun = self.fake.mark()
-        with self.fake.using(self.stream):
+        begun, stream = self.fake.mark(), self.stream_of(calls[0].group)
+        with self.fake.using(stream):
             begun.hold()
             for call, host in ends:
                 if call.op is dist.isend:
                     self.fake.copy(host, call.tensor)
-            self.stream.queue.put(by_gloo)
+            stream.queue.put(by_gloo)
             for call, host in ends:
                 if call.op is dist.irecv:
                     self.fake.copy(call.tensor, host)
             return [FakeWork(self.fake.mark())]
 
-    def _do(self, by_gloo: Callable[[Tensor], Any], x: Tensor) -> FakeWork:
+    def _do(self, by_gloo: Callable[[Tensor], Any], x: Tensor, group: Any) -> FakeWork:
         host = self.fake.pinned(len(x), x.dtype)
-        begun = self.fake.mark()
-        with self.fake.using(self.stream):
+        begun, stream = self.fake.mark(), self.stream_of(group)
+        with self.fake.using(stream):
             begun.hold()
             self.fake.copy(host, x)
-            self.stream.queue.put(lambda: by_gloo(host))
+            stream.queue.put(lambda: by_gloo(host))
             self.fake.copy(x, host)
             return FakeWork(self.fake.mark())
 
@@ -172,6 +176,29 @@ def sum_up(net: Any, fake: FakeDevice) -> bool:
 
 def test_a_sum_is_of_what_was_made_before_and_there_for_what_reads_it() -> None:
     assert FakeNCCLWorld().run(2, sum_up) == [True, True]
+
+
+def exchange_beside_another(net: Any, fake: FakeDevice) -> float:
+    """Rank 1's pair with rank 2 ends while its pair with rank 0, launched before, is held up."""
+    x, goes_on = torch.full((LARGE,), float(net.rank), device=fake.device), threading.Event()
+    word = torch.empty(0)
+    if net.rank != 1:
+        if net.rank == 2:
+            net.recv(word, 1).wait()
+        return float(net.exchange(x, 1).wait().cpu()[-1])
+    nccl: Any = dist.batch_isend_irecv.__self__  # type: ignore[attr-defined]
+    nccl.stream_of(net._native._groups[0]).queue.put(lambda: goes_on.wait(60))
+    with_0 = net.exchange(x, 0)
+    assert with_0.arrived.wait(60), "the pair is not launched"
+    net.send(word, 2)
+    theirs = net.exchange(x, 2).wait()
+    assert not with_0.done()
+    goes_on.set()
+    return float(theirs.cpu()[-1]) + float(with_0.wait().cpu()[-1])
+
+
+def test_pairs_of_two_colours_run_beside_each_other() -> None:
+    assert FakeNCCLWorld(timeout_s=20.0).run(3, exchange_beside_another) == [1.0, 2.0, 1.0]
 
 
 # ---- a device that does not come to it ----

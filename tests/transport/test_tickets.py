@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import PeerLost
+from lightning_dsgd.transport.native_sends import colour_of
 from lightning_dsgd.transport.tickets import ALL, EXCHANGE, SUM, Form, Key, Members, Tickets
 from tests.support.thorough import tries
 
@@ -212,8 +213,8 @@ Call = tuple[Key, int]
 class Schedule:
     """All ranks in one thread: what may happen next happens in an order that a seed draws.
 
-    A rank's communicator makes one call after another, and ends none before all members of the
-    call have come to it.
+    A rank has two communicators.  Each makes one call after another, and ends none before all
+    members of the call have come to it.
     """
 
     def __init__(self, seed: int) -> None:
@@ -237,21 +238,23 @@ class Schedule:
                 found.append(partial(self.deliver, source, rank))
         for rank in self.ranks:
             found += [partial(rank.call, thread) for thread in rank.threads if thread.may_call()]
-            if rank.calls:
-                key, _ = call = rank.calls[0]
-                members = [self.ranks[i] for i in key[0] or range(len(self.ranks))]
-                is_first = rank is members[0]
-                if is_first and all(other.calls and other.calls[0] == call for other in members):
-                    found.append(partial(self.end, call, members))
+            for colour, calls in enumerate(rank.calls):
+                if calls:
+                    key, _ = call = calls[0]
+                    members = [self.ranks[i] for i in key[0] or range(len(self.ranks))]
+                    if rank is members[0] and all(
+                        call in other.calls[colour][:1] for other in members
+                    ):
+                        found.append(partial(self.end, call, colour, members))
         return found
 
     def deliver(self, source: int, rank: int) -> None:
         words = self.messages[source, rank].popleft()
         self.ranks[rank].tickets.take(self.ranks[rank], words, source)  # type: ignore[arg-type]
 
-    def end(self, call: Call, members: list[ScheduledRank]) -> None:
+    def end(self, call: Call, colour: int, members: list[ScheduledRank]) -> None:
         for rank in members:
-            assert rank.calls.popleft() == call
+            assert rank.calls[colour].pop(0) == call
             rank.ended(call)
 
 
@@ -268,7 +271,7 @@ class ScheduledThread:
 
 
 class ScheduledRank:
-    """A rank: its threads, its starter, the starter's endpoint, and its communicator."""
+    """A rank: its threads, its starter, the starter's endpoint, and its communicators."""
 
     def __init__(
         self,
@@ -280,7 +283,7 @@ class ScheduledRank:
     ) -> None:
         self.rank, self.world_size, self.net = rank, world_size, self
         self.schedule = schedule
-        self.calls: deque[Call] = deque()
+        self.calls: tuple[list[Call], list[Call]] = [], []
         self.launched: list[Key] = []
         self.asked: set[Key] = set()
         self.threads = []
@@ -325,7 +328,10 @@ class ScheduledRank:
     def launch(self, key: Key, lengths: Mapping[int, int]) -> None:
         self.asked.remove(key)  # else its thread has not called it
         self.launched.append(key)
-        self.calls.extend((key, number) for number in range(_num_calls(key)))
+        self.calls[self.colour(key)].extend((key, number) for number in range(_num_calls(key)))
+
+    def colour(self, key: Key) -> int:
+        return colour_of(key[0], self.world_size, is_push=False) if len(key[0]) == 2 else 0
 
     def refuse(self, key: Key, least: Form, greatest: Form) -> None:
         raise AssertionError(key)
@@ -344,7 +350,7 @@ def test_nobody_waits_for_ever_in_any_schedule(block: int) -> None:
         schedule = Schedule(seed)
         schedule.run()
         for rank in schedule.ranks:
-            assert not rank.calls, (seed, rank.rank, rank.calls[0])
+            assert rank.calls == ([], []), (seed, rank.rank)
             for thread in rank.threads:
                 assert not thread.times, (seed, rank.rank, thread.awaited)
         for one, other in combinations(schedule.ranks, 2):
