@@ -117,8 +117,6 @@ class Traits:
             trainings with the same data end with the same weights
         weighs_samples: whether means can be weighted by `Conditions.samples`
         scales_steps: whether the optimizer's steps are to be scaled: see `primitives.step_scaling`
-        rounds_messages: whether what a `wire_dtype` has rounded travels in messages, also where the
-            network has an engine, such as NCCL
         looks_itself: whether the algorithm calls `Conditions.look` in `before_update`, before it
             reads or changes x there; if not, x is up to date there in every step
         num_layer_fragments: into how many `Conditions.fragments` x is to be laid out; 0: as the
@@ -138,7 +136,6 @@ class Traits:
     follows_time: bool = True
     weighs_samples: bool = False
     scales_steps: bool = False
-    rounds_messages: bool = False
     looks_itself: bool = False
     num_layer_fragments: int = 0
 

@@ -3,7 +3,7 @@
     training thread:   x_i <- x_i - lr * g_i(x_i)
     lane, meanwhile:   x_i, x_j <- (x_i + x_j) / 2       j: a random neighbour
 
-Legend: x the weights, g the gradient, P ranks.
+Legend: x the weights, y their published copy, g the gradient, P ranks.
 
 The graph is bipartite, so that ranks cannot wait for each other in a cycle: odd ranks ask, even
 ranks answer.  Odd ranks ask once per step, unless the last exchange is not finished; neighbours are
@@ -15,6 +15,14 @@ ranks is conserved, and updates that the optimizers make during an exchange are 
 
 On a device a rank asks, and is asked for, weights that the device has made: what it has only queued
 yet is published once it is made, and the training thread is a step ahead at most.
+
+    lane that asks       ask, push y_i                                      pull d, y_i <- y_i + d
+    lane that answers    pull y_i, d <- (y_j - y_i) / 2, y_j <- y_j - d, push d
+
+Weights are pushed and pulled, so NCCL may carry them.  An ask is an empty message, which leaves
+once y_i is made: the lane that answers waits for no kernel of the rank that asks, and no lane waits
+for a training thread.  This is no `exchange`, in which y_j would leave before y_i has come: the
+average would be of older weights, and a `wire_dtype` would round both copies.
 
 A rank that has run out of data stops asking, but answers as long as others ask.
 
@@ -42,7 +50,7 @@ from lightning_dsgd.primitives.published import publication_of
 from lightning_dsgd.primitives.rounds import Background
 from lightning_dsgd.transport import ANY, Transport
 
-_ASK, _ANSWER, _CONTROL = range(3)  # tags
+_ASK, _CONTROL = range(2)  # tags
 _STEPPED, _SETTLE = range(2)
 
 
@@ -64,7 +72,7 @@ class ADPSGD(Algorithm):
 
     @property
     def traits(self) -> Traits:
-        return Traits(scales_steps=self.scale_steps, rounds_messages=True, looks_itself=True)
+        return Traits(scales_steps=self.scale_steps, looks_itself=True)
 
     def num_copies(
         self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
@@ -148,18 +156,21 @@ class ADPSGD(Algorithm):
             draw = random.Random(f"{self.seed}/{net.rank}/{self.num_exchanges}")
             peer = draw.choice(self.neighbours)
             mine = self.published.snapshot()
-            net.send(rounding.encode(mine, self.wire_dtype), peer, _ASK, copy=False)
-            answer = net.recv(self.like, peer, _ANSWER).wait()
+            message = rounding.encode(mine, self.wire_dtype)
+            net.send(mine[:0], peer, _ASK)  # on a device, once the message is made
+            net.push(message, peer)
+            answer = net.pull(self.like, peer).wait()
             self.published.correct(rounding.decode(answer, like=mine))
             self.num_exchanges += 1
             self.is_asking = False
 
     def _answer(self, net: Transport) -> None:
         while True:
-            receipt = net.recv(self.like, ANY, _ASK)
-            theirs = rounding.decode(receipt.wait(math.inf), like=self.x)
-            answer = self.published.meet(theirs, self.wire_dtype)
-            net.send(answer, receipt.source, _ANSWER, copy=False)
+            ask = net.recv(self.x[:0], ANY, _ASK)
+            ask.wait(math.inf)
+            theirs = net.pull(self.like, ask.source).wait()
+            answer = self.published.meet(rounding.decode(theirs, like=self.x), self.wire_dtype)
+            net.push(answer, ask.source)
             self.num_exchanges += 1
 
 

@@ -95,10 +95,8 @@ def engines(algorithm: Algorithm, net: Transport, *, on_device: bool) -> list[st
     texts, wire_dtype = [], getattr(algorithm, "wire_dtype", "float32")
     if on_device and wire_dtype != "float32" and net.world_size > 1:
         carrier = "messages carry what is rounded, through the host's memory"
-        if net.sum_engine and not algorithm.traits.rounds_messages:
+        if net.sum_engine:
             carrier = f"{net.sum_engine} carries what is rounded"
-        elif net.sum_engine:
-            carrier += f', and not {net.sum_engine}, as with wire_dtype="float32"'
         texts.append(f'With wire_dtype="{wire_dtype}" {carrier}.')
     return texts
 

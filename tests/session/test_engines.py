@@ -19,8 +19,8 @@ ROUNDED = {
     "wagma:overlap=true:sync_period=2:wire_dtype=int8": "gloo",
     "local_sgd:sync_period=1:wire_dtype=int8": "gloo",
     "hpsgd:max_local_steps=1:wire_dtype=int8": "gloo",
-    "adpsgd:wire_dtype=int8": "messages",
     "sgp:wire_dtype=int8": "gloo",
+    "adpsgd:wire_dtype=int8": "gloo",
     "popsgd:blocking=true:wire_dtype=int8": "gloo",
     "oktopk:density=0.5:wire_dtype=int8": "gloo",
     "sparse_loco:local_steps=2:wire_dtype=int8": "gloo",
@@ -67,4 +67,4 @@ def test_what_is_rounded_travels_by_the_engine_that_rank_0_names(specs: list[str
         said = f'With wire_dtype="int8" {carrier} carr'
         assert any(line.startswith(said) for line in lines), (spec, lines)
         name = "TCP" if carrier == "messages" else carrier
-        assert sent[name] == max(sent.values()), (spec, sent)
+        assert sent.get(name, 0) == max(sent.values()), (spec, sent)

@@ -144,7 +144,7 @@ def test_algorithms_train_on_a_device(names: list[str]) -> None:
 
 @cases(
     "spec",
-    now=[*("wagma", "popsgd", f"sgp:overlap={test_slow_kernels.STEPS - 1}")],
+    now=[*("wagma", "popsgd", "adpsgd", f"sgp:overlap={test_slow_kernels.STEPS - 1}")],
     later=[
         *("wagma:overlap=true", "wagma:node_size=2:group_size=2"),
         "wagma:node_size=2:group_size=2:overlap=true",

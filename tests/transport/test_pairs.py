@@ -25,7 +25,10 @@ SPECS = [
     *("sgp:topology=complete:num_peers=2:wire_dtype=int8", "sgp:topology=bipartite_exponential"),
     *("sgp:topology=random", "sgp:node_size=2"),
 ]
-IN_TIME = ["sgp", "sgp:overlap=2", "sgp:overlap=1:topology=random:num_peers=2", "popsgd"]
+IN_TIME = [
+    *("sgp", "sgp:overlap=2", "sgp:overlap=1:topology=random:num_peers=2", "popsgd"),
+    *("adpsgd", "adpsgd:wire_dtype=int8"),
+]
 """What they make follows time, and whether a neighbour has stopped yet; no update is lost."""
 
 
@@ -64,6 +67,25 @@ def check(by_messages: list[Found], by_torch: list[Found]) -> None:
 
 def test_the_weights_are_those_of_messages_to_the_bit() -> None:
     check(*(world.run(P, train) for world in (ProcessWorld(), WORLD)))
+
+
+def ask_neighbours(net: Any) -> tuple[int, dict[str, int]]:
+    """How many exchanges this rank has made, and how many bytes each engine has carried for it."""
+    algorithm = make_algorithm("adpsgd")
+    rank = Rank(net, algorithm, torch.randn(N))
+    for _ in range(20):
+        rank.step(0.1)
+    rank.settle()
+    sent = {name: traffic.bytes for name, traffic in net.counters.sent.items()}
+    algorithm.stop()
+    return algorithm.num_exchanges, sent  # type: ignore[attr-defined]
+
+
+def test_no_weights_of_adpsgd_travel_over_tcp() -> None:
+    found = WORLD.run(P, ask_neighbours)
+    assert sum(num_exchanges for num_exchanges, _ in found)
+    for num_exchanges, sent in found:
+        assert sent == {"TCP": 0} | ({"gloo": 4 * N * num_exchanges} if num_exchanges else {})
 
 
 def wait_for_pairs(net: Any) -> list[str]:
