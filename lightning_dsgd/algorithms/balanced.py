@@ -15,6 +15,11 @@ A unit's gradient is made apart and then added to G_r, which autograd would do o
 makes the sum once all units of the step are there.  It needs no training thread of any rank: what a
 rank that stalls has finished is in its G_r, and the sums that it misses wait for it.
 
+**No sum begins in a backward pass**, as one does with DDP.  A gradient of which a piece has left
+this rank can no longer be dropped, so no other rank could compute that unit as well: the last unit
+of a step would have no backup, and a rank that stalls in it would hold up all others.  To sum first
+what has entered already would send |g| twice.
+
 Where the others go on without a lost rank, the lane sums a copy of G_r, so that a step whose sum
 breaks off loses what the lost rank had finished, and nothing else: see `data.units.losses`.
 
