@@ -14,10 +14,12 @@ relies on the interpreter's lock.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 import torch
@@ -30,6 +32,33 @@ from lightning_dsgd.transport.messages import ASKED, TAKEN
 
 Key = tuple[int, int]
 """The channel and the tag of a mailbox."""
+
+
+class Once:
+    """What happens once, and one thread waits for; to say so costs less than a `threading.Event`.
+
+    Any thread may say so, also again.  What is put into the queue is read after the flag is set.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._said: SimpleQueue[None] = SimpleQueue()
+
+    def is_set(self) -> bool:
+        """Returns whether it has happened."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Says that it has happened."""
+        self._is_set = True
+        self._said.put(None)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until it has happened; returns whether it has."""
+        if not self._is_set:
+            with contextlib.suppress(Empty):
+                self._said.get(timeout=timeout_s)
+        return self._is_set
 
 
 class Expected:
@@ -53,9 +82,9 @@ class Expected:
         """Whether its message is being read right now."""
         self.has_asked = False
         """Whether a sender that holds a message for it has been asked for that."""
-        self.arrived = threading.Event()
+        self.arrived = Once()
         self.follows = follows
-        self.begun = threading.Event() if follows else self.arrived
+        self.begun = Once() if follows else self.arrived
         self.num_come = 0
         """How many bytes of the payload are here, where it is followed."""
         self.kind = -1
@@ -71,8 +100,7 @@ class Expected:
         self.source, self.kind, self.payload, self.mark = source, kind, payload, mark
         self.end = time.monotonic()
         self.num_come = payload.nbytes
-        self.arrived.set()
-        self.begun.set()
+        self._end()
 
     def follow(self, source: int, kind: int, payload: Tensor) -> None:
         """Gives the receive its message, of which nothing has come yet."""
@@ -86,8 +114,12 @@ class Expected:
     def break_off(self, failure: BaseException) -> None:
         """Ends the receive: its message will not come, or is not waited for any more."""
         self.failure = failure
+        self._end()
+
+    def _end(self) -> None:
         self.arrived.set()
-        self.begun.set()
+        if self.follows:
+            self.begun.set()
 
     def raise_failure(self, waited_for: str) -> NoReturn:
         """Raises the failure with which the receive was broken off."""
@@ -200,7 +232,7 @@ class Mailboxes:
                     if not posted:
                         del self._posted[key]
                     expected.fill(source, kind, payload, mark)
-                    self._count_taken(source, payload.nbytes)
+                    self._count_taken(source, expected.num_come)
                     return
             is_counted = self.is_old(key[0])  # no receive will take it
             if is_counted:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_dsgd.transport import ANY, PeerLost
-from lightning_dsgd.transport.mailboxes import Expected, Key, Mailboxes
+from lightning_dsgd.transport.mailboxes import Expected, Key, Mailboxes, Once
 from lightning_dsgd.transport.memory import CREDIT_BYTES
 from lightning_dsgd.transport.messages import ASKED, TAKEN
 
@@ -46,6 +48,16 @@ def receive(boxes: Mailboxes, src: int, into: Tensor | None = None, key: Key = B
 
 def claim(boxes: Mailboxes, source: int, x: Tensor = X) -> Expected | None:
     return boxes.claim(source, BOX, x.dtype, x.nbytes)
+
+
+def test_what_happens_once_ends_waits_before_it_and_after_it() -> None:
+    once = Once()
+    assert not once.wait(0.0)
+    threading.Thread(target=once.set).start()
+    assert once.wait(60.0)
+    once.set()
+    assert once.wait(60.0)
+    assert once.wait(60.0)
 
 
 def test_a_message_fills_the_first_receive_that_is_for_its_sender(boxes: Mailboxes) -> None:
