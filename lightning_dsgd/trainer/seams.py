@@ -211,8 +211,10 @@ def show_log(trainer: Any, key: str, value: float) -> None:
     entry = trainer.fit_loop.epoch_loop._results.get(key)
     if entry is not None and entry._forward_cache is not None:
         entry._forward_cache = torch.full_like(entry._forward_cache, value)
-        if entry.meta.sync.should:  # the epoch's value is one over all ranks
+        if entry.meta.sync.should:  # the epoch's value is one over all ranks, and of one dtype
             entry.has_reset = False
+            dtype = torch.promote_types(entry.value.dtype, entry._forward_cache.dtype)
+            entry.value = entry.value.to(dtype)
 
 
 # ---- what a rank restores ----
