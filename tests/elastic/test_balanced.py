@@ -440,62 +440,72 @@ def test_five_of_eight_ranks_are_killed_and_leave_no_trace(seed: int, determinis
 
 
 class Fitted(L.LightningModule):
-    """Notes its weights after each step; the rank is killed in the midst of a unit."""
+    """Comes to all places of a step, and notes its weights after each."""
 
-    def __init__(self, doomed: dict[int, int]) -> None:
+    def __init__(self, algorithm: Doomed) -> None:
         super().__init__()
-        self.doomed, self.num_units = doomed, 0
+        self.algorithm, self.num_units = algorithm, 0
         self.module, _ = make()
-        self.seen: list[list[float]] = []
+        self.seen: dict[int, list[float]] = {}
+
+    def come_to(self, place: int) -> None:
+        self.algorithm.come_to(self.global_step, place)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.num_units += 1
-        if self.num_units == self.doomed.get(self.global_rank):
-            os.kill(os.getpid(), signal.SIGKILL)
         threading.Event().wait(0.005)
         x, y = batch
         loss = (self.module(x) - y).square().mean()
+        self.come_to(2 * self.num_units)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
+
+    def on_after_backward(self) -> None:
+        self.come_to(2 * self.num_units + 1)
+        self.num_units += 1
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.come_to(BEFORE_UPDATE)
+        self.num_units = 0
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("one", torch.ones(()), sync_dist=True, reduce_fx="sum")
 
     def on_train_batch_end(self, *args: Any) -> None:
-        if self.trainer.global_step > len(self.seen):
-            self.seen.append(weights(self.module).tolist())
+        step = self.global_step - 1  # made last
+        if step >= 0 and step not in self.seen:
+            self.algorithm.come_to(step, AFTER_UPDATE)
+            self.seen[step] = weights(self.module).tolist()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), LR, momentum=0.9)
 
 
-def fit(folder: str, doomed: dict[int, int], devices: int) -> dict[str, Any]:
+def fit(folder: str, moments: dict[int, Moment], devices: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    balanced = dsgd.BalancedStrategy(
-        dsgd.Balanced(micro_batches=NUM_PARTS), min_ranks=2, **SURVIVES
-    )
+    algorithm = algorithm_until(moments.get(dist.get_rank()))
+    balanced = dsgd.BalancedStrategy(algorithm, min_ranks=2, **SURVIVES)
     saver = ModelCheckpoint(folder, "saved", every_n_train_steps=2, save_top_k=-1)
     options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saver]}
     options |= {"max_epochs": NUM_EPOCHS, "accumulate_grad_batches": NUM_SLOTS}
     train = trainer(balanced, devices, **options)
-    module, ranks = Fitted(doomed), dist.get_world_size()
+    module, ranks = Fitted(algorithm), dist.get_world_size()
     train.fit(module, loader_of(ranks, dist.get_rank()), DataLoader(DATA, 24))
     return {
-        "seen": module.seen,
+        "seen": [*module.seen.values()],
         "members": train.strategy.session.ranks.members,
         "global_step": train.global_step,
     }
 
 
 @cases(
-    "num_ranks, doomed",
-    now=[(4, {0: 5})],
-    later=[(4, {3: 1}), (8, {0: 3, 5: 4, 7: 9})],
+    "num_ranks, moments",
+    now=[(4, {0: (1, 0)})],
+    later=[(4, {3: (0, 0)}), (8, {0: (1, 1), 5: (1, 2), 7: (2, AFTER_UPDATE)})],
 )
-def test_ranks_are_killed_in_fit_and_the_others_make_the_same_steps(num_ranks, doomed, tmp_path):
-    outcomes = WORLD.outcomes(num_ranks, fit, str(tmp_path), doomed, num_ranks)
-    check_left(outcomes, set(doomed))
-    members = [rank for rank in range(num_ranks) if rank not in doomed]
+def test_ranks_are_killed_in_fit_and_the_others_make_the_same_steps(num_ranks, moments, tmp_path):
+    outcomes = WORLD.outcomes(num_ranks, fit, str(tmp_path), moments, num_ranks)
+    check_left(outcomes, set(moments))
+    members = [rank for rank in range(num_ranks) if rank not in moments]
     assert outcomes[members[0]].result["members"] == tuple(members)
     assert outcomes[members[0]].result["global_step"] == len(in_one_process(num_ranks))
 
