@@ -68,6 +68,8 @@ class Conditions:
             only for an algorithm that has `num_layer_fragments`
         is_whole: whether x is all that the replica trains, and not one of its parts or a shard
         goes_on: whether the others go on where a rank is lost
+        num_homes: how many ranks' batches make a step, for an algorithm that `sums_units`; None: as
+            many as there are ranks
         look: brings x up to date where x is a copy of the parameters; an algorithm that
             `looks_itself` calls it
     """
@@ -82,6 +84,7 @@ class Conditions:
     fragments: tuple[int, ...] = ()
     is_whole: bool = True
     goes_on: bool = False
+    num_homes: int | None = None
     look: Callable[[], None] = lambda: None
 
 

@@ -148,7 +148,7 @@ class Balanced(Algorithm):
         self._pool: list[tuple[Tensor, Mark]] = []
         self._views: dict[int, Sequence[Tensor]] = {}  # of each G_r, by where it lies
         self._taken: Tensor | None = None
-        self._num_homes = net.world_size
+        self._num_homes = conditions.num_homes or net.world_size
         self.made = self._last_made = -1
         self._flags: Tensor | None = None  # of the step made last
         self._half_made: tuple[int, Tensor, Mark] | None = None  # G of a step, before its flags
@@ -267,10 +267,13 @@ class Balanced(Algorithm):
             return None
         mean = self.kept.clone()
         agreement.average(self.net, mean)
+        mean *= self.net.world_size / self._num_homes
         return mean if mean.any() else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.kept is None else {"kept": self.kept.clone()}
+        if self.kept is None:
+            return {}
+        return {"kept": self.kept.clone(), "num_homes": self._num_homes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.kept is not None and "kept" in state:
@@ -278,7 +281,7 @@ class Balanced(Algorithm):
 
     def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
         if self.kept is not None and "kept" in state:
-            share = self.net.world_size / num_ranks
+            share = self._num_homes / state["num_homes"]
             self.kept.add_(state["kept"].to(self.kept), alpha=share)
 
     def stop(self) -> None:
@@ -368,6 +371,8 @@ class Balanced(Algorithm):
             net.all_reduce(g).wait()
         else:
             quantised.average(net, g, self.kept, self._wire)
+            if net.world_size != self._num_homes:
+                g *= net.world_size / self._num_homes
             return g
         g /= self._num_homes
         return g

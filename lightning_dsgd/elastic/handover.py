@@ -91,7 +91,8 @@ def state_before_batch(trainer: Any) -> dict[str, Any]:
 
     Left out is what each rank has from its own script: hyperparameters, and its loader's place.
     """
-    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    checkpoint: dict[str, Any] = trainer.strategy.noted(dumped, trainer)
     for name in [name for name in checkpoint if "hparams" in name or "hyper_parameters" in name]:
         del checkpoint[name]
     loop = checkpoint["loops"]["fit_loop"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -174,9 +175,10 @@ class SurvivingReplica(Replica):
         Args:
             summed: the last step that is summed
             has: which ranks have that sum
-            num_homes: how many ranks there were at the start
+            num_homes: how many ranks' batches make a step
             kept: the step of which this rank keeps the sum of its own units
         """
+        self._conditions = replace(self._conditions, num_homes=num_homes)
         for number, part in enumerate(self.parts):
             algorithm: Any = part.algorithm
             if not all(has):

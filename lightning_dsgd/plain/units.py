@@ -54,7 +54,7 @@ class UnitSteps:
             units = self._loaders.get(id(loader))
             if units is None or units.source is not loader:
                 if session.ranks.go_on:
-                    check_can_draw_for_others(loader)
+                    check_can_draw_for_others(loader, balancing.num_homes)
                 units = self._loaders[id(loader)] = UnitLoader(loader, session.rank)
             session.begin_training()
             balancing.begin_epoch(

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -31,7 +32,7 @@ from torch.optim import Optimizer
 
 from lightning_dsgd import keywords
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms.balanced import Balanced
 from lightning_dsgd.data.loaders import StandIn
 from lightning_dsgd.data.units.balancing import Balancing, longest
@@ -55,6 +56,7 @@ class BalancedMixin:
     _takes_units: ClassVar[bool] = True
     _balancing: Balancing | None = None
     _loader: BalancedLoader | None = None
+    _num_homes: int | None = None  # of a training that began with another number of ranks
     _is_in_unit = False
     _begins_step = False
     _output: Any = None
@@ -78,8 +80,8 @@ class BalancedMixin:
             return loader
         check(loader)
         session = self.session
-        if session.ranks.go_on:
-            check_can_draw_for_others(loader)
+        if session.ranks.go_on or self.num_homes != self.world_size:
+            check_can_draw_for_others(loader, self.num_homes)
         num_slots = session.ranks.together(
             lambda: longest(session.meetings, loader), apart=len(loader)
         )
@@ -94,23 +96,45 @@ class BalancedMixin:
             training.replica,
             self.session.ranks,
             backups=algorithm.backups,
+            num_homes=self.num_homes,
         )
         training.balancing = self._balancing
         return training
 
     # ---- a resume on another number of ranks ----
 
+    @property
+    def num_homes(self: Any) -> int:
+        """How many ranks would train with DDP: as many as there were when training began."""
+        return int(self.world_size if self._num_homes is None else self._num_homes)
+
+    @property
+    def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
+        given: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+        if self._num_homes is None or not self.lightning_module.trainer.training:
+            return given
+        return given | {"num_replicas": self.num_homes, "rank": self.global_rank % self.num_homes}
+
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self._trainer is not None and "loops" in checkpoint:
-            checkpoint = step_sizes.noted(checkpoint, self._trainer, self.world_size)
+            checkpoint = self.noted(checkpoint, self._trainer)
             seams.leave_loaders_out(checkpoint)
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def noted(self: Any, checkpoint: dict[str, Any], trainer: Any) -> dict[str, Any]:
+        return step_sizes.noted(checkpoint, trainer, self.num_homes)
 
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
         if self.session.is_open and self._trainer_state() == "fit":
-            step_sizes.keep(self.lightning_module.trainer, checkpoint, self.world_size)
+            trainer = self.lightning_module.trainer
+            num_homes = step_sizes.kept(trainer, checkpoint, self.world_size)
+            self._num_homes = None if num_homes == self.world_size else num_homes
         return checkpoint
+
+    def _conditions(self: Any) -> Conditions:
+        conditions: Conditions = super()._conditions()  # type: ignore[misc]
+        return replace(conditions, num_homes=self.num_homes)
 
     # ---- slots ----
 

@@ -48,6 +48,10 @@ class CheckpointsMixin(LaunchedMixin):
             has_replicas="optimizer_states" in checkpoint,
         )
 
+    def noted(self, checkpoint: dict[str, Any], trainer: Any) -> dict[str, Any]:
+        """Returns a checkpoint with what this strategy needs, besides the replicas, to go on."""
+        return checkpoint
+
     def remove_checkpoint(self, filepath: Any) -> None:
         self.session.check_process()
         if self.is_global_zero:

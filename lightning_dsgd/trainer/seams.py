@@ -14,7 +14,6 @@ import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -229,21 +228,6 @@ def is_within_epoch(checkpoint: Mapping[str, Any]) -> bool:
 def leave_loaders_out(checkpoint: Mapping[str, Any]) -> None:
     """Removes from a checkpoint how far its loaders are, which other loaders cannot read."""
     checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-
-
-def scale_batches(checkpoint: Mapping[str, Any], factor: Fraction) -> None:
-    """Has a checkpoint count this many times as many batches, of each rank, as it has counted."""
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for counts in (progress["current"], progress["total"]):
-        num_begun = int(counts["ready"] * factor)
-        for name in ("completed", "processed", "started", "ready"):
-            counts[name] = num_begun - (counts["ready"] - counts[name])
-
-
-def num_batches_begun(checkpoint: Mapping[str, Any]) -> int:
-    """Returns how many batches of its epoch each rank had begun when a checkpoint was saved."""
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    return int(progress["current"]["ready"])
 
 
 def restore_from(trainer: Any, checkpoint: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms.balanced import Balanced
 from lightning_dsgd.data.units.balancing import Balancing
 from lightning_dsgd.data.units.loaders import UnitLoader
@@ -72,7 +73,7 @@ class RanksOfCalls:
         self.together, self.step = calls.together, calls.step
 
 
-def survive(net: Any, time: Time, world_size: int, options: dict[str, bool]) -> dict[str, Any]:
+def survive(net: Any, time: Time, num_homes: int, options: dict[str, bool]) -> dict[str, Any]:
     """Trains, whoever is lost or comes meanwhile; returns the weights after each step."""
     module, optimizer = make()
     at = [-1, -1] if net.is_newcomer else [0, 0]  # the epoch, and the step of it
@@ -94,9 +95,23 @@ def survive(net: Any, time: Time, world_size: int, options: dict[str, bool]) -> 
     ranks: Any = RanksOfCalls(calls)
     algorithm = Balanced(**options)
     inside = calls.view.sub("replica")
-    replica = SurvivingReplica(inside, module, [optimizer], algorithm, is_newcomer=net.is_newcomer)
-    balancing = Balancing(calls.view.sub("balancing"), replica, ranks, backups=algorithm.backups)
-    loader = loader_of(world_size, net.rank % world_size)
+    known = None if net.is_newcomer else num_homes
+    replica = SurvivingReplica(
+        inside,
+        module,
+        [optimizer],
+        algorithm,
+        conditions=Conditions(num_homes=known),
+        is_newcomer=net.is_newcomer,
+    )
+    balancing = Balancing(
+        calls.view.sub("balancing"),
+        replica,
+        ranks,
+        backups=algorithm.backups,
+        num_homes=known,
+    )
+    loader = loader_of(num_homes, net.rank % num_homes)
     units = UnitLoader(loader, net.rank)
     seen: dict[int, Tensor] = {}
     if net.is_newcomer:
@@ -142,14 +157,14 @@ def momenta(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def in_one_process(
-    world_size: int, num_epochs: int = NUM_EPOCHS, num_parts: int = 1
+    num_homes: int, num_epochs: int = NUM_EPOCHS, num_parts: int = 1
 ) -> list[Tensor]:
-    """The weights after each step, each of them on all batches of all ranks.
+    """The weights after each step, each of them on all batches of all homes.
 
     With `num_parts=NUM_PARTS` it adds up the micro-batches, in their order.
     """
     module, optimizer = make()
-    loaders, seen = [loader_of(world_size, rank) for rank in range(world_size)], []
+    loaders, seen = [loader_of(num_homes, home) for home in range(num_homes)], []
     for epoch in range(num_epochs):
         for loader in loaders:
             loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
@@ -165,14 +180,20 @@ def in_one_process(
                         loss = (module(x.clone()) - y).square().mean()
                         (loss * (len(x) / len(batch[0]) / NUM_SLOTS)).backward()
             for parameter in module.parameters():
-                parameter.grad /= world_size  # type: ignore[operator]
+                parameter.grad /= num_homes  # type: ignore[operator]
             optimizer.step()
             seen.append(weights(module).clone())
     return seen
 
 
-def play(seed: int, num_came: int = 0) -> tuple[int, int]:
-    """Some ranks are killed at any time, some come; returns how many of each."""
+def play(seed: int, num_came: int = 0, num_homes: int | None = None) -> tuple[int, int]:
+    """Some ranks are killed at any time, some come; returns how many of each.
+
+    Args:
+        seed: of all that is random
+        num_came: how many ranks come
+        num_homes: of a training that began with another number of ranks
+    """
     chance = random.Random(seed)
     world_size = chance.choice([2, 3, 4, 5, 8])
     slow = [chance.choice([0.1, 0.1, 0.2, 0.5]) for _ in range(world_size + num_came)]
@@ -190,8 +211,9 @@ def play(seed: int, num_came: int = 0) -> tuple[int, int]:
     for _ in range(num_came):
         world.join(chance.uniform(0.0, 2.0))
     options = {"backups": seed % 3 > 0, "deterministic": seed % 2 > 0}
-    outcomes = world.outcomes(survive, time, world_size, options)
-    expected = in_one_process(world_size, num_parts=NUM_PARTS)
+    homes = num_homes or world_size
+    outcomes = world.outcomes(survive, time, homes, options)
+    expected = in_one_process(homes, num_parts=NUM_PARTS)
     what = f"{seed}: {lost} of {world_size} are lost, {num_came} come"
     num_joined = 0
     for rank, outcome in enumerate(outcomes):
@@ -221,11 +243,17 @@ def test_newcomers_make_the_same_steps_from_their_first_one_on() -> None:
     assert sum(came for _, came in played) > 4
 
 
+@pytest.mark.parametrize("num_homes", [2, 5])
+def test_a_step_has_the_batches_of_as_many_ranks_as_training_began_with(num_homes: int) -> None:
+    assert sum(play(seed, 1, num_homes)[0] for seed in range(7, 9)) > 0
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("block", times(4))
 def test_ranks_are_lost_at_any_moment(block: int) -> None:
     for seed in range(20):
         play(1000 + 100 * block + seed)
+        play(3000 + 100 * block + seed, 1, (2, 3, 4, 5, 8)[seed % 5])
         play(5000 + 100 * block + seed, 2)
 
 

@@ -65,7 +65,7 @@ class SurvivingSums(Sums, Protocol):
         Args:
             summed: the last step that is summed
             has: which ranks have that sum
-            num_homes: how many ranks there were at the start
+            num_homes: how many ranks' batches make a step
             kept: the step of which this rank keeps the sum of its own units
         """
 
@@ -76,19 +76,29 @@ class Balancing:
     Attributes:
         unit: the unit in hand; NONE if there is none
         plan: the epoch that is under way
+        num_homes: how many ranks' batches make a step
 
     Args:
         net: the network, with channels of its own
         sums: this rank's replica
         ranks: the ranks that train
         backups: whether a unit that is begun may be computed a second time
+        num_homes: of a training that began with another number of ranks; else None
     """
 
     plan: Plan
 
-    def __init__(self, net: Transport, sums: Sums, ranks: Ranks, *, backups: bool) -> None:
+    def __init__(
+        self,
+        net: Transport,
+        sums: Sums,
+        ranks: Ranks,
+        *,
+        backups: bool,
+        num_homes: int | None = None,
+    ) -> None:
         self._net, self._sums, self._ranks = net, sums, ranks
-        self._num_homes = net.world_size
+        self.num_homes = net.world_size if num_homes is None else num_homes
         self._members: tuple[int, ...] = tuple(range(net.world_size))
         self._num_epochs = 0  # as many are begun
         self._drawn = 0, list[Batches]()  # for the epoch of that number, by home
@@ -150,12 +160,12 @@ class Balancing:
     def _draw(self, draw: Callable[[int], list[list[int]]]) -> None:
         """Has all ranks tell each other the batches of the homes that they are, or stand for."""
         own = {home: draw(home) for home, rank in enumerate(self._places) if rank == self._net.rank}
-        self._drawn = self._num_epochs, gather(self._net, own, self._num_homes)
+        self._drawn = self._num_epochs, gather(self._net, own, self.num_homes)
 
     @property
     def _places(self) -> list[int]:
         """Which rank is each home, or stands for it."""
-        return losses.members_of(self._num_homes, self._members)
+        return losses.members_of(self.num_homes, self._members)
 
     def _know(self) -> None:
         places = self._places
@@ -186,7 +196,7 @@ class Balancing:
         has = [report.made >= after.summed or report.is_newcomers for report in reports]
         if mine.is_newcomers:
             self._taken = after.summed
-        sums.share_sums(after.summed, has, self._num_homes, after.step)
+        sums.share_sums(after.summed, has, self.num_homes, after.step)
         self._dealing.go_on(net.sub("units"), after)
         if self._num_steps:
             self._know()
@@ -204,7 +214,7 @@ class Balancing:
         self._drawn = max(known), give(net, batches, giver)
         if number == 0 and told[giver][2] != NONE:  # the others are in the midst of it
             self._num_epochs, self._first_step, self._first_slot = told[giver]
-            self._num_homes = len(self._drawn[1])
+            self.num_homes = len(self._drawn[1])
 
     # ---- a step ----
 

@@ -187,14 +187,27 @@ def check(loader: Any) -> None:
         )
 
 
-def check_can_draw_for_others(loader: Any) -> None:
-    """Raises for a loader whose sampler cannot draw the batches of another rank, which is lost."""
-    if _inner(loader) is None:
+def check_can_draw_for_others(loader: Any, num_homes: int) -> None:
+    """Raises for a loader whose sampler cannot draw the batches of a home that has no rank.
+
+    Args:
+        loader: the loader
+        num_homes: how many homes there are
+    """
+    inner = _inner(loader)
+    if inner is None:
         sampler = sampler_of(loader)
         raise ValueError(
-            'with strategy="balanced" and on_loss="continue" a rank draws the batches of a lost '
-            "one, so the loader must have a DistributedSampler, got "
-            f"{type(getattr(sampler, 'sampler', sampler)).__name__}; use one, or leave on_loss out"
+            'with strategy="balanced" a rank draws the batches of one that is not there, with '
+            'on_loss="continue" and after a resume on another number of ranks, so the loader must '
+            f"have a DistributedSampler, got {type(getattr(sampler, 'sampler', sampler)).__name__}"
+            "; use one"
+        )
+    if inner.num_replicas != num_homes:
+        raise ValueError(
+            f"the sampler must divide the samples among {num_homes} ranks, as when training began, "
+            f"got num_replicas={inner.num_replicas}; make it with "
+            "**trainer.strategy.distributed_sampler_kwargs, or leave it to the Trainer"
         )
 
 

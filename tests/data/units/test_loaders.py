@@ -134,7 +134,7 @@ def test_a_rank_draws_the_batches_of_a_lost_one(collates: bool) -> None:
         return DataLoader(Numbers(), 5 if collates else None, sampler=sampler)
 
     own, lost = UnitLoader(loader_of(0), 0), UnitLoader(loader_of(2), 2)
-    check_can_draw_for_others(own.source)
+    check_can_draw_for_others(own.source, 3)
     draw = own.draws()
     assert draw(2) == lost.draws()(2) != draw(0)
     assert draw(0) == own.draws()(0)
@@ -153,4 +153,7 @@ def test_a_sampler_draws_for_another_rank_from_the_same_chance() -> None:
 
 def test_a_sampler_that_cannot_draw_for_a_lost_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="must have a DistributedSampler, got RandomSampler"):
-        check_can_draw_for_others(DataLoader(Numbers(), 4, shuffle=True))
+        check_can_draw_for_others(DataLoader(Numbers(), 4, shuffle=True), 3)
+    among_two = DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 2, 0))
+    with pytest.raises(ValueError, match="got num_replicas=2; make it with"):
+        check_can_draw_for_others(among_two, 3)
