@@ -42,7 +42,7 @@ from lightning_dsgd.session.checkpoint.saving import save
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.under_way import trained
-from lightning_dsgd.trainer import names, refusals
+from lightning_dsgd.trainer import names
 from lightning_dsgd.trainer.arguments import FabricOptions
 
 
@@ -73,12 +73,12 @@ class FabricMixin(CollectivesMixin):
             return
         self._processes.become_rank()
         super().setup_environment()
-        refusals.check_number_of_processes(self.world_size, self.num_nodes, self.num_processes)
+        self.check_number_of_processes()
         scales = self._scaler is not None
-        self.algorithm.check(self.world_size, Conditions(self.num_processes, scales))
+        self.algorithm.check(self.world_size, Conditions(self.ranks_on_node, scales))
         self.session.ranks.check(self.algorithm, self.world_size, self.root_device)
         net = self._opening.open_network(self.world_size, self.root_device)
-        self._loop.open(net, self.num_processes, scales=scales)
+        self._loop.open(net, self.ranks_on_node, scales=scales)
         atexit.register(self._end_with_process, os.getpid())
 
     def _setup_distributed(self) -> None:

@@ -15,7 +15,7 @@ from lightning_dsgd.session import options
 from lightning_dsgd.session.figures import own
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.phases import Phase
-from lightning_dsgd.trainer import arguments
+from lightning_dsgd.trainer import arguments, refusals, seams
 from lightning_dsgd.trainer.children import Processes, start_method
 from lightning_dsgd.transport.mpi_job import check_launch
 
@@ -51,6 +51,30 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
         """Whether this rank prints, logs and writes files."""
         opens = self.session.phase is Phase.OPENING
         return bool(super().is_global_zero if opens else self.session.ranks.is_first)
+
+    @property
+    def ranks_on_node(self) -> int | None:
+        """How many ranks each node has; None where it is not the same number everywhere.
+
+        Ray tells how many ranks there are, and places them on nodes as it finds room.
+        """
+        is_by_ray = seams.is_a("RayLightningEnvironment", self.cluster_environment)
+        if is_by_ray and self.num_processes != self.world_size:
+            return None
+        return int(self.num_processes)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The arguments of a DistributedSampler that gives this rank its share."""
+        given: dict[str, Any] = super().distributed_sampler_kwargs
+        if self.ranks_on_node is None:  # else the devices of all nodes are as many
+            given |= {"num_replicas": self.world_size, "rank": self.global_rank}
+        return given
+
+    def check_number_of_processes(self) -> None:
+        """Raises unless each device has a process."""
+        if self.ranks_on_node is not None:
+            refusals.check_number_of_processes(self.world_size, self.num_nodes, self.num_processes)
 
     def _configure_launcher(self) -> None:
         # The first hook that knows the devices, and the last before a launcher could start ranks.

@@ -143,7 +143,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     def _conditions(self) -> Conditions:
         samples = self.session.samples
         return Conditions(
-            self.num_processes,
+            self.ranks_on_node,
             skips_overflow=self._scaler is not None,
             claims_batches=self._data == "claimed",
             samples=None if samples is None else samples.newest,
@@ -165,7 +165,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         self._trainer = trainer
         is_fitting = trainer.state.fn == "fit"
         if is_fitting:
-            refusals.check_number_of_processes(self.world_size, self.num_nodes, self.num_processes)
+            self.check_number_of_processes()
             refusals.check_trainer(trainer, self.algorithm)
             self.session.ranks.check_trainer(trainer)
             if self._layer_sync is not None:

@@ -5,6 +5,7 @@ Nodes are network namespaces, for which `lightning_dsgd.lab.jobs.network` needs 
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -14,10 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor
 
 from lightning_dsgd.lab.jobs.job import is_of_mpich
 from lightning_dsgd.lab.jobs.network import INTERFACE, Network
 from lightning_dsgd.lab.link import Link
+from tests.support.fits import Plain, run, strategy
+from tests.support.models import loader, trainer, weights
 from tests.support.mpi import ROOT, ended, environment, every_mpi, mpiexec
 from tests.support.nodes import shaped
 from tests.support.torchrun import run_forked_by_torchrun
@@ -53,6 +58,48 @@ def test_the_agent_of_torchrun(tmp_path: Path) -> None:
     """It forks the ranks, which need not import torch and Lightning then."""
     ParentWorld().run(1, run_forked_by_torchrun, 4, run_script, *script(tmp_path))
     check(tmp_path, "TorchElasticEnvironment", "ProcessGroupTransport", (0, 1, 2, 3))
+
+
+class RayLightningEnvironment(LightningEnvironment):
+    """Tells, as Ray's of that name does, how many ranks there are; here two on the first node."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return int(os.environ["WORLD_SIZE"])
+
+    def global_rank(self) -> int:
+        return int(os.environ["RANK"])
+
+    def local_rank(self) -> int:
+        return self.global_rank() % 2
+
+    def node_rank(self) -> int:
+        return self.global_rank() // 2
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+
+def fit_by_ray(is_by_ray: bool) -> Tensor:
+    given: dict[str, Any] = {"devices": 3}
+    if is_by_ray:
+        here = RayLightningEnvironment()
+        given = {"devices": 1 if here.node_rank() else 2, "plugins": [here]}
+    model = Plain()
+    trainer(strategy("allreduce"), **given).fit(model, loader(120, shuffle=True))
+    return weights(model)
+
+
+def test_ray_on_nodes_with_different_numbers_of_ranks() -> None:
+    on_one_node = run(3, fit_by_ray, False)
+    for x in run(3, fit_by_ray, True):
+        assert torch.equal(x, on_one_node[0])
 
 
 @pytest.mark.exhaustive
