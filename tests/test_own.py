@@ -1,19 +1,26 @@
-"""The folder `examples/own`: each variant trains, beside the baseline; and a job of SLURM."""
+"""The folder `examples/own`: each variant trains, beside the baseline; jobs of two schedulers."""
 
 from __future__ import annotations
 
 import csv
 import os
 import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from lightning_dsgd.cli import main
 from lightning_dsgd.elastic.launch import command
 from lightning_dsgd.elastic.launch.node import Place
-from tests.support.mpi import ended
+from tests.support.launched import until
+from tests.support.mpi import ended, environment
+from tests.support.ports import free_port
 from tests.support.worlds import FitWorld
 
 ROOT = Path(__file__).parents[1]
@@ -80,21 +87,85 @@ def test_each_node_of_slurms_job_has_a_launcher_and_they_meet_at_the_first(
     assert ended(["bash", "survival.sbatch"], own, **variables).returncode == 0
     for option in ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none"):
         assert option in (own / "options").read_text().split()
+    asked = [(own / f"asked_{node}").read_text().split("\n")[:-1] for node in range(4)]
+    check_launchers(asked, "node0", own, monkeypatch)
+
+
+def check_launchers(
+    asked: Sequence[Sequence[str]], first: str, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of four nodes has a launcher, they meet at the first, and all train the same."""
     seen = []
-    for node in range(4):
-        launches, *words = (own / f"asked_{node}").read_text().split("\n")[:-1]
+    for node, (launches, *words) in enumerate(asked):
         assert launches == "launch"
         args = command.parser().parse_args(words)
         host, port = command._address(args.rendezvous)
         place = Place(args.ranks, args.nodes, args.node, host, port)
-        assert (place.node, place.nodes, host) == (node, 4, "node0")
+        assert (place.node, place.nodes, host) == (node, 4, first)
         seen.append([args.script, *args.arguments])
+    assert len(seen) == 4
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(own)
     monkeypatch.setattr(sys, "argv", ["lightning-dsgd", *seen[0], "--print_config"])
     with pytest.raises(SystemExit) as end:
         main()
     assert (end.value.code, seen.count(seen[0])) == (0, 4)
+
+
+# ---- pods of Kubernetes ----
+
+
+def service_and_job() -> list[Any]:
+    return list(yaml.safe_load_all((OWN / "survival_pods.yml").read_text()))
+
+
+def commands(job: Any) -> list[list[str]]:
+    """What each pod runs, as the kubelet writes an Indexed Job's variable into it."""
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    return [
+        [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in container["command"]]
+        for index in range(job["spec"]["completions"])
+    ]
+
+
+def test_each_pod_has_a_launcher_and_they_meet_at_the_first(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, job = service_and_job()
+    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    asked = [words[1:] for words in commands(job)]
+    check_launchers(asked, f"{name}-0.{pod['subdomain']}", own, monkeypatch)
+    args = command.parser().parse_args(asked[0][1:])
+    assert args.end_s + 10 < pod["terminationGracePeriodSeconds"]  # SIGKILL comes from the launcher
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(500)
+def test_a_pod_that_is_taken_away_leaves_and_the_others_train_to_the_end(own: Path) -> None:
+    """What the pods run, as processes, with one rank each."""
+    _, job = service_and_job()
+    meet = f"--rendezvous=127.0.0.1:{free_port()}"
+    changed = {"--ranks=4": "--ranks=1", "--rendezvous=own-0.own:29500": meet}
+    options = ["--trainer.devices=1", "--trainer.strategy.init_args.min_ranks=2", *SMALL]
+    options += ["--trainer.max_epochs=150", "--data.num_train=256"]
+    pods = []
+    for index, (_, *words) in enumerate(commands(job)):
+        here = Path(shutil.copytree(OWN, own / f"pod_{index}"))
+        given = [changed.get(word, word) for word in words] + options
+        asked = [sys.executable, "-m", "lightning_dsgd", *given]
+        pods.append(subprocess.Popen(asked, cwd=here, env=environment()))
+    try:
+        until((own / "pod_0" / "lightning_logs" / "version_0" / "metrics.csv").exists)
+        pods[3].send_signal(signal.SIGTERM)
+        assert pods[3].wait(120) == 1  # so its place is filled, and the job is not over
+        log = (own / "pod_3" / "launch_logs" / "rank_3.0.log").read_text()
+        assert "rank 3 received SIGTERM and has left; the others go on" in log
+        assert [pod.wait(240) for pod in pods[:3]] == [0, 0, 0]
+    finally:
+        for pod in pods:
+            pod.kill()
 
 
 def test_the_page_has_every_file() -> None:
