@@ -39,6 +39,7 @@ STRATEGIES = {
         f"oktopk:{CHANGES}:density=0.02@0.0",
         f"oktopk:{CHANGES}:density=0.02:wire_dtype=int8@0.0",
         f"oktopk:{CHANGES}:density=0.03:wire_dtype=int8@0.3",
+        f"oktopk:{CHANGES}:density=0.03:wire_dtype=int8:scale_steps=true@0.3",
         f"oktopk:{CHANGES}:density=0.05:wire_dtype=int4@0.3",
         f"topk_allgather:{CHANGES}@0.0",
     ],

@@ -162,6 +162,9 @@ class Algorithm:
     overflowed: bool | None = None
     """Whether any rank's last gradient had NaN or inf in it; None: the host has not asked."""
 
+    similarity: Any = None
+    """`step_scaling.Similarity` of the ranks' steps, where exchanges tell it; else None."""
+
     net: Transport
     conditions: Conditions
 

@@ -47,6 +47,7 @@ from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import rounding, sparse
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, Selected, downwards, evenly
 from lightning_dsgd.primitives.sparse_format import PLACES, Lot
+from lightning_dsgd.primitives.step_scaling import EXCHANGED_BLOCK, Similarity
 from lightning_dsgd.transport import Transport
 
 DIGIT_BITS: Final = 8
@@ -121,6 +122,8 @@ class OkTopk(ErrorFeedback):
         self.num_dense = math.ceil(self.warmup_steps / self.local_steps)  # exchanges of the warm-up
         self.most = len(x) if self.paper else 5 * self.k // 4 + 1
         self.num_selected = 0
+        if self.scale_steps and self.is_shared and self.local_steps == 1 < net.world_size:
+            self.similarity = Similarity(self.residual, net.world_size, EXCHANGED_BLOCK)
 
     def exchange(self, g: Tensor) -> None:
         if self.round >= self.num_dense:
@@ -152,7 +155,11 @@ class OkTopk(ErrorFeedback):
             selected, lots = self.balance(selected, sizes)
         if self.is_shared:
             (_, places), _ = self.gather(selected, lots, PLACES)
-            return self.sum_at(places), places
+            own = self.residual[places]
+            sums = self.sum_at(places, own)
+            if self.similarity is not None:
+                self.similarity.compare(places, own, sums)
+            return sums, places
         u, of_sums = self.gather(selected, lots, self.wire_dtype)
         self.update_residual(local[1], u[1], rounded_off)
         if self.wire_dtype != "float32":
@@ -294,13 +301,12 @@ class OkTopk(ErrorFeedback):
 
     # ---- what is applied, and the residual ----
 
-    def sum_at(self, places: Tensor) -> Tensor:
+    def sum_at(self, places: Tensor, values: Tensor) -> Tensor:
         """Sums what all ranks have at these places; what is rounded off alone stays there."""
-        values = self.residual[places]
         if self.wire_dtype == "float32":
-            self.net.all_reduce(values).wait()
+            sums = self.net.all_reduce(values.clone()).wait()
             self.residual[places] = 0
-            return values
+            return sums
         rank, num_ranks = self.net.rank, self.net.world_size
         numbers = torch.arange(len(places), device=places.device)
         lots = [Lot(a, b - a, a) for a, b in pairwise(evenly(len(places), num_ranks))]

@@ -132,13 +132,13 @@ class SurvivingReplica(Replica):
             if self._sums_units:  # which goes on with what it has, in `share_sums`
                 if was_new:
                     part.algorithm = self._start(part.weights, part.optimizer)
-                    part.scaling = self._start_scaling(part.weights)
+                    part.scaling = self._start_scaling(part.weights, part.algorithm)
                 part.kept.begin(part.x)
                 continue
             state = {} if was_new else part.algorithm.state_dict()
             scaled = part.scaling.state_dict()
             part.algorithm = self._start(part.weights, part.optimizer)
-            part.scaling = self._start_scaling(part.weights)
+            part.scaling = self._start_scaling(part.weights, part.algorithm)
             if not was_new:
                 part.algorithm.carry_over(state, (members or net).world_size)
                 part.scaling.load_state_dict(scaled)

@@ -89,7 +89,9 @@ class ErrorFeedback(Algorithm):
         doc="what is accumulated: gradients, or what steps have changed in the weights; None means "
         '"gradients" with one local step, and "changes" with more',
     )
-    scale_steps: bool = step_scaling.scale_steps()
+    scale_steps: bool = step_scaling.scale_steps(
+        ", but by Ok-Topk nothing where it exchanges the changes of one step"
+    )
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()

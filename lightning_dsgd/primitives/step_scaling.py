@@ -27,6 +27,13 @@ two ranks holds the entries from n mod 4 on.
 
 Sends at most |x| / 30 of fp32 weights each time.  Memory: |x|, and two numbers for each block.
 
+**Exchanges that tell it.**  Ok-Topk exchanges the changes of one step and sends none of these
+messages.  At the places that are chosen a rank has v of its own, accumulated, and learns T, the sum
+over all ranks.  So c_b = sum v (T - v) / ((P - 1) sum v v), in blocks of 1,024 entries.  What has
+accumulated agrees more than steps do, and what is chosen more than the rest, so f is smaller than
+with messages.  Each rank has a c of its own, which needs no message and loses nothing: all that a
+rank's steps put into its residual is applied, whatever f was.
+
 A weight decay that torch's AdamW, NAdam or RAdam subtracts from the weights is no part of u_i: the
 ranks agree on it already.  In no paper that this package implements.
 """
@@ -46,6 +53,8 @@ from lightning_dsgd.transport import ANY, Receipt, Transport
 
 BLOCK: Final = 32
 """The number of entries that are scaled alike."""
+EXCHANGED_BLOCK: Final = 1024
+"""The same where exchanges tell c: of a density of 3%, about 30 entries."""
 EVERY: Final = 4
 """One entry of so many is sent."""
 KEPT: Final = 0.95
@@ -62,20 +71,28 @@ Decay = tuple[Sequence[slice], float | Tensor]
 """Entries, and the share of them that the optimizer subtracts besides its step."""
 
 
-def scale_steps() -> Any:
+def scale_steps(besides: str = "") -> Any:
     """Makes the hyperparameter of an algorithm that averages weights."""
     return setting(
         default=False,
         doc="if True, steps are scaled so that their mean over the ranks is as large as one of "
         "them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x| more "
-        "memory, and |x| / 30 more is sent",
+        f"memory, and |x| / 30 more is sent{besides}",
     )
 
 
 def made_for(algorithm: Algorithm, net: Transport, x: Tensor) -> Unscaled:
-    """Makes the object that learns of every step that an optimizer makes on x."""
+    """Makes the object that learns of every step that an optimizer makes on x.
+
+    Args:
+        algorithm: has been started on x
+        net: a network of all ranks for messages of its own
+        x: the weights
+    """
     if not algorithm.traits.scales_steps:
         return Unscaled()
+    if algorithm.similarity is not None:
+        return ScaledSteps(net, x, algorithm.similarity)
     return StepScaling(net, x, min(algorithm.traits.exchange_period, LONGEST_PERIOD))
 
 
@@ -103,24 +120,48 @@ class Unscaled:
         return {}
 
 
-class StepScaling(Unscaled):
-    """Scales one rank's steps on one flat tensor of weights."""
+class Similarity:
+    """How similar the ranks' steps are, as one rank knows it: c and f of each block."""
 
-    def __init__(self, net: Transport, x: Tensor, period: int = 1) -> None:
+    def __init__(self, x: Tensor, world_size: int, block: int = BLOCK) -> None:
+        self.block = block
+        self._world_size = world_size
+        wide = torch.promote_types(x.dtype, torch.float32)
+        self.own = torch.zeros(-(-len(x) // block), dtype=wide, device=x.device)  # of u_i u_i
+        self.shared = torch.zeros_like(self.own)  # of u_i u_j
+
+    def add(self, own: Tensor, shared: Tensor, kept: float | Tensor = KEPT) -> None:
+        """Adds each block's products of a comparison to the sums, which keep a share."""
+        is_new = own * (self.own == 0)  # as if the other rank had made the same step
+        for total, each in ((self.own, own), (self.shared, shared)):
+            total.mul_(kept).add_(is_new).add_(each)
+
+    def compare(self, places: Tensor, mine: Tensor, sums: Tensor) -> None:
+        """Adds what this rank has at some places, and what all ranks have there in sum."""
+        mine, blocks = mine.to(self.own), places // self.block
+        num_others = self._world_size - 1
+        own, shared = (
+            torch.zeros_like(self.own).index_add_(0, blocks, mine * each)
+            for each in (mine * num_others, sums.to(mine) - mine)
+        )
+        self.add(own, shared)
+
+    def factors(self) -> Tensor:
+        """Returns the factor of each block."""
+        agreement = (self.shared / self.own).nan_to_num_(1.0).clamp_(0, 1)
+        return (agreement + (1 - agreement) / self._world_size).rsqrt_()
+
+
+class ScaledSteps(Unscaled):
+    """Scales one rank's steps on one flat tensor of weights, by what exchanges tell of them."""
+
+    def __init__(self, net: Transport, x: Tensor, similarity: Similarity) -> None:
         self._net = net
         self._len = len(x)
-        self._period = period
-        num_blocks = -(-len(x) // BLOCK)
-        self._u = x.new_zeros(num_blocks * BLOCK)  # x before the step, and then the step
+        self.similarity = similarity
+        self._u = x.new_zeros(len(similarity.own) * similarity.block)  # x before it; then the step
         self._is_in_step = False
         self._decays: Sequence[Decay] = ()  # of the step that it is in
-        wide = torch.promote_types(x.dtype, torch.float32)
-        self._own = torch.zeros(num_blocks, dtype=wide, device=x.device)  # sums of u_i u_i
-        self._shared = torch.zeros_like(self._own)  # of u_i u_j
-        self._num_steps = 0
-        self._num_sent = [0] * net.world_size
-        self._num_taken = [0] * net.world_size
-        self._incoming: Receipt | None = None
 
     def update_begins(self, x: Tensor, decays: Sequence[Decay] = ()) -> None:
         self._u[: len(x)].copy_(x)
@@ -142,14 +183,43 @@ class StepScaling(Unscaled):
             weight = has_moved * share
             for span in spans:
                 u[span].lerp_(x[span], weight)  # x - u is x as it was
-        for _ in range(MOST_TAKEN):
-            if self._expect().done():
-                self._compare(*self._take())
-        if self._num_steps % self._period == 0:
-            self._tell()
-        self._num_steps += 1
-        self._u.view(-1, BLOCK).mul_((self.factors() - 1).to(x.dtype)[:, None])
+        self._learn()
+        more = (self.factors() - 1).to(x.dtype)
+        self._u.view(-1, self.similarity.block).mul_(more[:, None])
         x += u
+
+    def _learn(self) -> None:
+        """Learns how similar the step is to those of others."""
+
+    def factors(self) -> Tensor:
+        """Returns the factor of each block."""
+        return self.similarity.factors()
+
+    def metrics(self) -> dict[str, float]:
+        return {"step_scale": float(self.factors().mean())} if self._len else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        own, shared = self.similarity.own, self.similarity.shared
+        return {"len": self._len, "own": own.clone(), "shared": shared.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes a state over, but begins anew if its layout of x or its blocks differ."""
+        known = self.similarity
+        if state["len"] == self._len and len(state["own"]) == len(known.own):
+            known.own.copy_(state["own"])
+            known.shared.copy_(state["shared"])
+
+
+class StepScaling(ScaledSteps):
+    """Scales steps by what the ranks tell each other of them."""
+
+    def __init__(self, net: Transport, x: Tensor, period: int = 1) -> None:
+        super().__init__(net, x, Similarity(x, net.world_size))
+        self._period = period
+        self._num_steps = 0
+        self._num_sent = [0] * net.world_size
+        self._num_taken = [0] * net.world_size
+        self._incoming: Receipt | None = None
 
     def settle(self) -> None:
         """Takes the messages still under way; all ranks count from zero again."""
@@ -160,22 +230,13 @@ class StepScaling(Unscaled):
         self._num_sent = [0] * self._net.world_size
         self._num_taken = [0] * self._net.world_size
 
-    def factors(self) -> Tensor:
-        """Returns the factor of each block."""
-        agreement = (self._shared / self._own).nan_to_num_(1.0).clamp_(0, 1)
-        return (agreement + (1 - agreement) / self._net.world_size).rsqrt_()
-
-    def metrics(self) -> dict[str, float]:
-        return {"step_scale": float(self.factors().mean())} if self._len else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"len": self._len, "own": self._own.clone(), "shared": self._shared.clone()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes a state over, but begins anew if its layout of x differs."""
-        if state["len"] == self._len:
-            self._own.copy_(state["own"])
-            self._shared.copy_(state["shared"])
+    def _learn(self) -> None:
+        for _ in range(MOST_TAKEN):
+            if self._expect().done():
+                self._compare(*self._take())
+        if self._num_steps % self._period == 0:
+            self._tell()
+        self._num_steps += 1
 
     def _tell(self) -> None:
         """Sends a part of this step to a rank, each time another, unless it lags behind."""
@@ -188,7 +249,7 @@ class StepScaling(Unscaled):
     def _expect(self) -> Receipt:
         """Posts a receive for the next message, from whichever rank."""
         if self._incoming is None:
-            self._incoming = self._net.recv(self._own.new_empty(0, dtype=torch.int8), ANY)
+            self._incoming = self._net.recv(self._u.new_empty(0, dtype=torch.int8), ANY)
         return self._incoming
 
     def _take(self) -> tuple[Tensor, int]:
@@ -203,16 +264,14 @@ class StepScaling(Unscaled):
     def _compare(self, code: Tensor, number: int) -> None:
         """Adds a comparison with another rank's step to the sums; both steps are rounded alike."""
         part = self._part(number)
-        wide = part.to(self._own.dtype)  # squares of fp16 are too small for it
+        wide = part.to(self.similarity.own.dtype)  # squares of fp16 are too small for it
         mine, theirs = (decode(each, like=wide) for each in (encode(part, WIRE), code))
         own, shared = ((mine * u).view(-1, BLOCK // EVERY).sum(1) for u in (mine, theirs))
         has_moved = _any(mine) & _any(theirs)  # a step of no size, or skipped, tells nothing
         counts = has_moved & (own + shared).isfinite()
         kept = torch.where(counts, KEPT, 1.0)
         own, shared = (torch.where(counts, each, 0.0) for each in (own, shared))
-        is_new = own * (self._own == 0)  # as if the other rank had made the same step
-        for total, each in ((self._own, own), (self._shared, shared)):
-            total.mul_(kept).add_(is_new).add_(each)
+        self.similarity.add(own, shared, kept)
 
     def _part(self, number: int) -> Tensor:
         """Returns every fourth entry of this rank's step, from entry `number` mod 4 on."""

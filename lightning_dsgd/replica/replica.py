@@ -138,8 +138,8 @@ class Replica:
         self._parts[id(optimizer)] = [
             Part(
                 weights,
-                self._start(weights, optimizer),
-                self._start_scaling(weights),
+                algorithm := self._start(weights, optimizer),
+                self._start_scaling(weights, algorithm),
                 optimizer,
                 takes_pieces=self._pattern.traits.takes_pieces,
             )
@@ -167,9 +167,9 @@ class Replica:
         algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x, conditions)
         return algorithm
 
-    def _start_scaling(self, weights: flat.FlatParameters) -> Unscaled:
+    def _start_scaling(self, weights: flat.FlatParameters, algorithm: Algorithm) -> Unscaled:
         """Starts the scaling of the part whose algorithm was started last."""
-        return made_for(self._pattern, self.net.sub(f"steps-{self._num_builds}"), weights.x)
+        return made_for(algorithm, self.net.sub(f"steps-{self._num_builds}"), weights.x)
 
     def _parts_of(self, optimizer: Optimizer) -> list[Part]:
         """Returns an optimizer's parts; makes them anew when it trains other parameters.

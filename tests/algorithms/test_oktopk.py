@@ -14,6 +14,7 @@ from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
+from lightning_dsgd.primitives.step_scaling import StepScaling, made_for
 from lightning_dsgd.simulated import RankFailed, SimulatedWorld
 from lightning_dsgd.transport import PeerLost
 from tests.support.rank import Rank
@@ -339,6 +340,64 @@ def test_changes_with_exact_thresholds_equal_the_dense_computation(rule: str, pe
     for rank, residual in zip(ranks, residuals, strict=True):
         assert torch.equal(rank["own"], x)
         assert torch.equal(rank["left"], residual)
+
+
+SCALED = partial(OkTopk, exchanges="changes", scale_steps=True, density=0.1)
+
+
+def drive_scaled(net: Any, make: Make, num_steps: int, resumed_after: int) -> dict[str, Any]:
+    """Changes weights by noise that is scaled, from a step on as resumed from what was saved."""
+    rank = Rank(net, make(), torch.full((2000,), 3.0))
+    scaling, changed = made_for(rank.algorithm, net.sub("steps"), rank.x), torch.zeros(2000)
+    for step in range(num_steps):
+        if step == resumed_after:
+            rank.settle()
+            known = scaling.state_dict()
+            rank.resume(make())
+            scaling = made_for(rank.algorithm, net.sub("more steps"), rank.x)
+            scaling.load_state_dict(known)
+        rank.algorithm.before_update(rank.x, rank.x[:0])
+        before = rank.x.clone()
+        scaling.update_begins(rank.x)
+        rank.x += normal(net.rank, step, 2000, net.world_size)
+        scaling.update_ends(rank.x)
+        changed += rank.x - before
+        rank.algorithm.after_update(rank.x)
+    rank.settle()
+    found = {"sent": net.counters.bytes_sent, "factors": scaling.metrics()}
+    return {**found, "changed": changed, "x": rank.finish()}
+
+
+@pytest.mark.parametrize("wire_dtype", ["float32", "int8"])
+def test_changes_are_scaled_by_what_exchanges_tell(wire_dtype: str) -> None:
+    """For no message more; all that was changed is applied, whatever each rank's factors were."""
+    make = partial(SCALED, wire_dtype=wire_dtype, threshold_period=1)
+    plain, scaled = (
+        SimulatedWorld(4).run(drive_scaled, partial(make, scale_steps=each), 40, -1)
+        for each in (False, True)
+    )
+    changed = torch.stack([rank["changed"] for rank in scaled]).mean(0)
+    for rank, unscaled in zip(scaled, plain, strict=True):
+        assert 1.1 < rank["factors"]["step_scale"] < 2
+        assert rank["sent"] == pytest.approx(unscaled["sent"], rel=0.05)  # with other places
+        torch.testing.assert_close(rank["x"], 3 + changed, rtol=0, atol=1e-3)
+        assert torch.equal(rank["x"], scaled[0]["x"])
+
+
+def test_a_resume_goes_on_with_the_same_factors() -> None:
+    through, resumed = (SimulatedWorld(3).run(drive_scaled, SCALED, 12, at) for at in (-1, 5))
+    for rank, again in zip(through, resumed, strict=True):
+        assert again["factors"] == rank["factors"]
+        assert torch.equal(again["x"], rank["x"])
+
+
+@pytest.mark.parametrize("options", [{"local_steps": 2}, {"rule": "paper"}])
+def test_what_exchanges_do_not_tell_comes_by_messages(options: dict[str, Any]) -> None:
+    def kind(net: Any) -> type:
+        rank = Rank(net, SCALED(**options), torch.zeros(100))
+        return type(made_for(rank.algorithm, net.sub("steps"), rank.x))
+
+    assert SimulatedWorld(2).run(kind) == [StepScaling] * 2
 
 
 def resume_with(net: Any, before: int, after: int) -> tuple[int, int]:

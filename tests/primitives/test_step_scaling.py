@@ -10,8 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.popsgd import PopSGD
-from lightning_dsgd.primitives.step_scaling import BLOCK, EVERY, StepScaling
+from lightning_dsgd.primitives.step_scaling import (
+    BLOCK,
+    EVERY,
+    EXCHANGED_BLOCK,
+    ScaledSteps,
+    Similarity,
+    StepScaling,
+)
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.simulated import SimulatedWorld
 
@@ -109,8 +118,8 @@ def test_a_resume_goes_on_with_what_was_known_of_the_same_layout() -> None:
         scalings = [
             StepScaling(net.sub(name), x[:n]) for name, n in {"a": N, "b": N, "c": N - 1}.items()
         ]
-        scalings[0]._own.fill_(2.0)
-        scalings[0]._shared.fill_(1.0)
+        scalings[0].similarity.own.fill_(2.0)
+        scalings[0].similarity.shared.fill_(1.0)
         for scaling in scalings[1:]:
             scaling.load_state_dict(scalings[0].state_dict())
         first, second, third = (scaling.factors() for scaling in scalings)
@@ -122,8 +131,48 @@ def test_a_resume_goes_on_with_what_was_known_of_the_same_layout() -> None:
         assert torch.equal(third, torch.ones(21))
 
 
-def weight_decay(net: Any, optimizer: str) -> tuple[nn.ParameterDict, float]:
-    """A model after steps that decay weights, without an exchange of weights; the mean factor.
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_exchanges_tell_how_similar_steps_are(world_size: int) -> None:
+    """Ranks differ by noise alone in the first block, share a part in the second, then agree."""
+    n, draw = EXCHANGED_BLOCK, torch.Generator().manual_seed(0)
+    known = Similarity(torch.zeros(3 * n - 5), world_size, n)
+    assert torch.equal(known.factors(), torch.ones(3))
+    shared = torch.tensor([0.0, 0.3, 1.0]).repeat_interleave(n)[: 3 * n - 5]
+    for _ in range(150):
+        common = shared.sqrt() * torch.randn(len(shared), generator=draw)
+        noise = torch.randn(world_size, len(shared), generator=draw)
+        v = common + (1 - shared).sqrt() * noise
+        places = torch.randperm(len(shared), generator=draw)[: len(shared) // 4]
+        known.compare(places, v[0, places], v.sum(0)[places])
+    expected = 1 / (torch.tensor([0.0, 0.3, 1.0]) * (1 - 1 / world_size) + 1 / world_size).sqrt()
+    torch.testing.assert_close(known.factors(), expected, rtol=0.1, atol=0)
+
+
+def test_a_state_of_other_blocks_is_left_alone() -> None:
+    """A resume may set other options, by which messages tell what exchanges told, or none does."""
+
+    def resume(net: Any) -> list[Tensor]:
+        x = torch.zeros(N)
+        told = ScaledSteps(net, x, Similarity(x, net.world_size, EXCHANGED_BLOCK))
+        told.similarity.own.fill_(2.0)
+        again = ScaledSteps(net, x, Similarity(x, net.world_size, EXCHANGED_BLOCK))
+        other = StepScaling(net, x)
+        for each in (again, other):
+            each.load_state_dict(told.state_dict())
+        return [told.factors(), again.factors(), other.factors()]
+
+    for told, again, other in SimulatedWorld(2).run(resume):
+        assert torch.equal(told, torch.full((1,), math.sqrt(2)))
+        assert torch.equal(again, told)
+        assert torch.equal(other, torch.ones(21))
+
+
+APART = PopSGD(local_steps=10**6, scale_steps=True)  # without an exchange of weights
+TOLD = OkTopk(exchanges="changes", density=1.0, scale_steps=True)
+
+
+def weight_decay(net: Any, optimizer: str, algorithm: Algorithm) -> tuple[nn.ParameterDict, float]:
+    """A model after steps that decay weights; the mean factor.
 
     Some weights have a gradient of noise, one group of them no decay; some have a gradient of zero,
     so they decay alone; some have no gradient.
@@ -137,7 +186,7 @@ def weight_decay(net: Any, optimizer: str) -> tuple[nn.ParameterDict, float]:
         {"params": [model["free"]], "weight_decay": 0.0},
     ]
     made = kind(groups, 0.01, **options)
-    replica = Replica(net, model, [made], PopSGD(local_steps=10**6, scale_steps=True))
+    replica = Replica(net, model, [made], algorithm)
     own = torch.Generator().manual_seed(net.rank)
     for _ in range(40):
         net.compute(0.1)
@@ -152,10 +201,12 @@ def weight_decay(net: Any, optimizer: str) -> tuple[nn.ParameterDict, float]:
     return model, factors
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "NAdam"])
-def test_a_weight_decay_beside_the_step_is_not_scaled(optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "algorithm"), [("AdamW", APART), ("NAdam", APART), ("AdamW", TOLD)]
+)
+def test_a_weight_decay_beside_the_step_is_not_scaled(optimizer: str, algorithm: Algorithm) -> None:
     """It is as without the ranks, to the last digits; what has no gradient does not decay."""
-    for model, factor in SimulatedWorld(4).run(weight_decay, optimizer):
+    for model, factor in SimulatedWorld(4).run(weight_decay, optimizer, algorithm):
         assert factor > 1.05
         assert torch.equal(model["unused"], torch.ones(32))
         decayed = torch.full((32,), (1 - 0.01 * 0.5) ** 40)
