@@ -155,10 +155,11 @@ class OkTopk(ErrorFeedback):
             selected, lots = self.balance(selected, sizes)
         if self.is_shared:
             (_, places), _ = self.gather(selected, lots, PLACES)
+            if self.similarity is None:
+                return self.sum_at(places), places
             own = self.residual[places]
-            sums = self.sum_at(places, own)
-            if self.similarity is not None:
-                self.similarity.compare(places, own, sums)
+            sums = self.sum_at(places)
+            self.similarity.compare(places, own, sums)
             return sums, places
         u, of_sums = self.gather(selected, lots, self.wire_dtype)
         self.update_residual(local[1], u[1], rounded_off)
@@ -301,12 +302,13 @@ class OkTopk(ErrorFeedback):
 
     # ---- what is applied, and the residual ----
 
-    def sum_at(self, places: Tensor, values: Tensor) -> Tensor:
+    def sum_at(self, places: Tensor) -> Tensor:
         """Sums what all ranks have at these places; what is rounded off alone stays there."""
+        values = self.residual[places]
         if self.wire_dtype == "float32":
-            sums = self.net.all_reduce(values.clone()).wait()
+            self.net.all_reduce(values).wait()
             self.residual[places] = 0
-            return sums
+            return values
         rank, num_ranks = self.net.rank, self.net.world_size
         numbers = torch.arange(len(places), device=places.device)
         lots = [Lot(a, b - a, a) for a, b in pairwise(evenly(len(places), num_ranks))]

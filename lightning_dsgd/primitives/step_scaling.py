@@ -29,10 +29,10 @@ Sends at most |x| / 30 of fp32 weights each time.  Memory: |x|, and two numbers 
 
 **Exchanges that tell it.**  Ok-Topk exchanges the changes of one step and sends none of these
 messages.  At the places that are chosen a rank has v of its own, accumulated, and learns T, the sum
-over all ranks.  So c_b = sum v (T - v) / ((P - 1) sum v v), in blocks of 1,024 entries.  What has
-accumulated agrees more than steps do, and what is chosen more than the rest, so f is smaller than
-with messages.  Each rank has a c of its own, which needs no message and loses nothing: all that a
-rank's steps put into its residual is applied, whatever f was.
+over all ranks.  So c_b = sum v (T - v) / ((P - 1) sum v v), in blocks of 1,024 entries.  What is
+compared so has accumulated over several steps; a decay is a part of it.  Each rank has a c of its
+own, which needs no message and loses nothing: all that a rank's steps put into its residual is
+applied, whatever f was.
 
 A weight decay that torch's AdamW, NAdam or RAdam subtracts from the weights is no part of u_i: the
 ranks agree on it already.  In no paper that this package implements.

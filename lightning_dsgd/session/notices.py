@@ -165,8 +165,9 @@ def _adam_with_sparse_gradients(facts: Facts) -> str:
     return (
         f'got {type(adam).__name__} with strategy="{algorithm.name}": an entry collects many '
         "gradients and is applied in one step, which Adam's first moment spreads over later ones; "
-        f'set its first beta to {LOW_BETA:g}; better, exchanges="changes" with a first beta of '
-        '0.3, or local_steps=2 with density=0.4 and scale_steps=True (page "oktopk", "Accuracy")'
+        f'set its first beta to {LOW_BETA:g}; better, exchanges="changes" with scale_steps=True '
+        "and a first beta of 0.3, or local_steps=2 with density=0.4 and scale_steps=True (page "
+        '"oktopk", "Accuracy")'
     )
 
 

@@ -378,7 +378,7 @@ def test_changes_are_scaled_by_what_exchanges_tell(wire_dtype: str) -> None:
     )
     changed = torch.stack([rank["changed"] for rank in scaled]).mean(0)
     for rank, unscaled in zip(scaled, plain, strict=True):
-        assert 1.1 < rank["factors"]["step_scale"] < 2
+        assert 1.5 < rank["factors"]["step_scale"] <= 2  # noise alone
         assert rank["sent"] == pytest.approx(unscaled["sent"], rel=0.05)  # with other places
         torch.testing.assert_close(rank["x"], 3 + changed, rtol=0, atol=1e-3)
         assert torch.equal(rank["x"], scaled[0]["x"])

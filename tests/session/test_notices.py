@@ -21,7 +21,7 @@ from tests.support.fits import Plain, run
 from tests.support.thorough import cases
 
 MODEL = nn.Linear(10, 1)
-SPARSE_ADAM = 'first beta to 0.5; better, exchanges="changes" with a first beta of 0.3'
+SPARSE_ADAM = 'first beta to 0.5; better, exchanges="changes" with scale_steps=True and a'
 
 
 def stepped_by(kind: str) -> torch.optim.Optimizer:
