@@ -9,7 +9,7 @@ nothing, and the mean is over the others; it takes their weights once all have s
 
 **Rounded sums.**  With a `wire_dtype` the ranks send gradients rounded, and add what was rounded
 off to their next gradient (`primitives/quantised.py`).  At the end of training the optimizer
-applies what is left.
+applies what is left.  Two bits an entry are too few (docs/balanced.md, "Rounded sums").
 
 **Overlap.**  With `overlap=True` the gradient is cut into `num_buckets` pieces of equal size.  A
 lane sums a piece once the backward pass has made it, the last weights' first, as DDP does (and the
@@ -57,7 +57,7 @@ class AllReduce(Algorithm):
         "with `delay`",
     )
 
-    wire_dtype: str = rounding.wire_dtype(of="gradient entry")
+    wire_dtype: str = rounding.wire_dtype(of="gradient entry", least_bits=4)
     overlap: bool = setting(
         default=False, doc="whether pieces of the gradient travel during the backward pass"
     )

@@ -88,7 +88,7 @@ class Balanced(Algorithm):
         doc="whether an idle rank computes a late rank's micro-batch a second time",
     )
 
-    wire_dtype: str = rounding.wire_dtype(of="gradient entry")
+    wire_dtype: str = rounding.wire_dtype(of="gradient entry", least_bits=4)
     deterministic: bool = setting(
         default=False,
         doc="whether gradients are added in the order of the micro-batches, so that the weights "

@@ -34,17 +34,27 @@ _NOT_FINITE: Final = 255
 
 
 def wire_dtype(
-    rest: str = "is sent the next time", of: str = "weight", default: str = "float32"
+    rest: str = "is sent the next time",
+    of: str = "weight",
+    default: str = "float32",
+    least_bits: int = 2,
 ) -> Any:
-    """Makes the hyperparameter of an algorithm that rounds what it sends."""
+    """Makes the hyperparameter of an algorithm that rounds what it sends.
+
+    Args:
+        rest: what becomes of what is rounded off
+        of: what a value is, in words
+        default: the format by default
+        least_bits: the bits of a value in the coarsest format with which the algorithm trains well
+    """
+    quarter = ' and "2bit" a quarter' if least_bits <= _BITS["2bit"] else ""
     return one_of(
         "float32",
         "bfloat16",
-        *_BITS,
+        *(kind for kind, bits in _BITS.items() if bits >= least_bits),
         default=default,
         doc='data type of what is sent; "float32" does not round, "int8" sends a byte, "int4" and '
-        f'"e3m0" (powers of two) half a byte and "2bit" a quarter per {of}; what is rounded off '
-        f"{rest}",
+        f'"e3m0" (powers of two) half a byte{quarter} per {of}; what is rounded off {rest}',
     )
 
 

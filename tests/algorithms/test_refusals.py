@@ -17,6 +17,10 @@ REFUSED = {
     "sgp:node_size=auto": "got node_size='auto' (by the launch: not known)",
     "sgp:node_size=3": "got node_size=3 with world_size=4",
     "popsgd:topology=star": 'must be "complete" or "cycle", got topology=\'star\'',
+    **dict.fromkeys(
+        ["allreduce:wire_dtype=2bit", "balanced:wire_dtype=2bit"],
+        '"int8", "int4" or "e3m0", got wire_dtype=\'2bit\'; try wire_dtype=',
+    ),
     "popsgd:wire_dtype=int4": "got wire_dtype='int4'",
     "hpsgd:max_local_steps=0": "max_local_steps must be None or a whole number of at least 1, ",
     "hpsgd:outer_lr=0.0": "outer_lr must be a number above 0, got outer_lr=0.0; try",
