@@ -60,6 +60,7 @@ TESTS = (
     "tests/transport/test_native_device.py",
     "tests/algorithms/test_on_device.py",
     "tests/trainer/test_on_device.py",
+    "tests/lab/timeline/test_on_device.py",
 )
 
 

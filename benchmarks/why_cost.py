@@ -7,6 +7,9 @@ sums a gradient and steps.  The cost is what the rank uses more of the processor
 training thread in a step, and its other threads as a share of the time that has passed.  The steps'
 length is not compared: other work on the machine changes it by more.  It also tells the size of
 what each rank has written.
+
+At last it tells what a step's marks on a device cost of Python, with events that do nothing: what
+torch's own events take on a GPU is not in it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from lightning_dsgd.lab.accelerators import DeviceTimes
+from lightning_dsgd.lab.timeline.device_parts import DeviceParts
+from lightning_dsgd.lab.timeline.recorder import Recorder
 
 RANKS = 2
 WARM_UP, STEPS = 10, 120
@@ -81,6 +91,39 @@ def run(folder: Path, options: list[str] | None) -> tuple[float, float]:
     return beside, in_step_s
 
 
+class Event:
+    """An event that has passed, and does nothing."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1.0
+
+
+def marks_s(steps: int = 2000) -> float:
+    """Returns what the marks of a step take of the training thread, and their record."""
+    parts = DeviceParts(DeviceTimes(Event))
+    parts.begin()
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(Path(folder), 0, RANKS, time.monotonic, max_mb=1000)
+        costs = []
+        for is_timed in (False, True):
+            began_s = time.thread_time()
+            for number in range(steps):
+                for part in ("copy", "forward", "backward", "optimizer", "") if is_timed else ():
+                    parts.turn_to(part)
+                for kind, begin_s, end_s, step in parts.end_step(number):
+                    recorder.did(kind, begin_s, end_s, step)
+                recorder.end_step(number)
+            costs.append((time.thread_time() - began_s) / steps)
+        recorder.close("")
+    return costs[1] - costs[0]
+
+
 def main() -> None:
     """Prints the medians over the rounds."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
@@ -109,6 +152,8 @@ def main() -> None:
                 f"{max(sizes[name]) / 1e3:.0f} kB a rank for {WARM_UP + STEPS} steps; "
                 f"load {os.getloadavg()[0]:.0f}"
             )
+    took_s = statistics.median(marks_s() for _ in range(max(5, rounds)))
+    print(f"marks on a device: {1e6 * took_s:.0f} us a step, {100 * took_s / STEP_S:.2f}% of it")
 
 
 if __name__ == "__main__":

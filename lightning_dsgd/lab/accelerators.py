@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -14,6 +15,8 @@ from lightning_dsgd.devices import port_of
 
 _TIMED_CYCLES: Final = 100_000_000
 """The kernel that spins takes about 50 ms for so many."""
+_MOST_FREE: Final = 256
+"""The most events that are kept to be used again."""
 
 
 def name_of(device: torch.device) -> str:
@@ -110,38 +113,50 @@ class Times:
 
 
 class DeviceTimes(Times):
-    """Reads a CUDA device's clock by events; making one waits for the device.
+    """Reads a device's clock by events, which are used again; making one waits for the device.
 
     Each time is counted from the mark before it, as an event's distance has seven digits only.
+
+    Args:
+        event: makes an event that has a time
+        host_s: the host's clock
     """
 
     def __init__(
-        self, host_s: Callable[[], float] = time.monotonic, event: Callable[[], Any] | None = None
+        self, event: Callable[[], Any], host_s: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(host_s)
-        self._event = event or functools.partial(torch.cuda.Event, enable_timing=True)
+        self._event = event
+        self._free: deque[Any] = deque(maxlen=_MOST_FREE)
         self._last = self.mark()
         self._last.synchronize()
         self._last_s = host_s()
 
     def mark(self) -> Any:
-        """Queues an event."""
-        event = self._event()
+        """Queues an event; any thread may call it."""
+        try:
+            event = self._free.popleft()
+        except IndexError:
+            event = self._event()
         event.record()
         return event
 
     def seconds(self, marks: Sequence[Any]) -> list[float] | None:
-        """Reads the events, if all have passed."""
+        """Reads the events once, if all have passed; after that they are others' marks."""
         if not all(mark.query() for mark in marks):
             return None
         found = []
         for mark in marks:
             self._last_s += 1e-3 * self._last.elapsed_time(mark)
+            self._free.append(self._last)
             self._last = mark
             found.append(self._last_s)
         return found
 
 
 def times_of(device: torch.device) -> Times:
-    """Returns the clock of a device's work; the host's for a device that has no events."""
-    return DeviceTimes() if device.type == "cuda" else Times()
+    """Returns the clock of a device's work; the host's for a device that has no such events."""
+    if device.type == "cuda":
+        return DeviceTimes(functools.partial(torch.cuda.Event, enable_timing=True))
+    event = getattr(port_of(device), "timed_event", None)
+    return Times() if event is None else DeviceTimes(event)

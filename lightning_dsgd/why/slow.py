@@ -40,6 +40,7 @@ _PASTE: Final = {
     "plain": {
         "balanced": "lightning_dsgd.decentralized(model, optimizer, lightning_dsgd.Balanced())"
         "    # in place of DDP: docs/balanced.md",
+        "pinned": "DataLoader(..., pin_memory=True); x.to(device, non_blocking=True)",
         "shared": "evaluate on all ranks: DataLoader(..., sampler=DistributedSampler(data))",
         "freeze": "gc.collect(); gc.freeze(); gc.disable()    # before the loop",
         "saving": "torch.save(...)    # in fewer steps",
@@ -47,6 +48,7 @@ _PASTE: Final = {
     "hugging_face": {
         "workers": "TrainingArguments(dataloader_num_workers={workers}, "
         "dataloader_persistent_workers=True, ...)",
+        "pinned": "TrainingArguments(dataloader_pin_memory=True, ...)",
         "lighter": "TrainingArguments(logging_steps=500, ...)    # and callbacks that do less",
         "freeze": "gc.collect(); gc.freeze(); gc.disable()    # before trainer.train",
         "saving": "TrainingArguments(save_steps=..., ...)    # a larger number",

@@ -91,6 +91,34 @@ class FakeEvent:
             stream.queue.put(self.passed.wait)
 
 
+class TimedEvent:
+    """An event that can be recorded again, and has a time; as torch's, but for who makes it."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self._passed, self._passed_s = threading.Event(), 0.0
+        device.timed_events += 1
+
+    def record(self) -> None:
+        self._passed = passed = threading.Event()
+
+        def passes() -> None:
+            self._passed_s = time.monotonic()
+            passed.set()
+
+        self._device.current().queue.put(passes)
+
+    def query(self) -> bool:
+        return self._passed.is_set()
+
+    def synchronize(self) -> None:
+        self._device.synchronise("an event")
+
+    def elapsed_time(self, later: TimedEvent) -> float:
+        assert all(event.query() for event in (self, later)), "torch raises an error"
+        return 1e3 * (later._passed_s - self._passed_s)
+
+
 class FakeStream:
     """Has what is queued done in order, by a hardware queue that other streams may share."""
 
@@ -225,6 +253,8 @@ class FakeDevice:
         """What `Block` had, of blocks that no tensor refers to."""
         self.spun: list[float] = []
         """How long each kernel was to spin."""
+        self.timed_events = 0
+        """How many were made."""
         self.longest_pause_s = longest_pause_s
         self._random = random.Random(seed)
         self._of_thread = threading.local()
@@ -287,6 +317,9 @@ class FakeDevice:
 
     def mark(self) -> FakeEvent:
         return FakeEvent(self)
+
+    def timed_event(self) -> TimedEvent:
+        return TimedEvent(self)
 
     def keep(self, x: Tensor) -> None:
         assert isinstance(x, FakeTensor)

@@ -4,6 +4,7 @@ A remedy either takes a part away from a rank's own time, and DDP goes on as bef
 
     workers    loader workers: what was waited for the loader is read ahead
     ahead      loader workers do what a script does while it hands a batch over
+    pinned     on devices, in its place: batches are copied from pinned memory
     shared     each rank validates as much as the mean of all ranks
     freeze     Python collects no garbage while training goes on
     sorted     the batches of one step have the same length
@@ -42,8 +43,9 @@ The interval has 90% of what other stretches of the run give (blocks of steps ar
 times), and 3% on both sides for what a model leaves out.  A strategy's lower end also allows for
 communication that takes as long as DDP's meetings; where the link is known both ends allow for 7%
 in place of that.  The lower end of `balanced` allows for parts of a batch that take longer than
-their share of it, by a quarter.  The lower end of `ahead` has half of the copies left.  The upper
-end of `int8` is for messages that cost nothing but their latency.
+their share of it, by a quarter.  The lower end of `ahead` has half of the copies left; `pinned` has
+half of them left, three quarters at the lower end, and none at the upper one.  The upper end of
+`int8` is for messages that cost nothing but their latency.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ _OF_CAUSE: Final = {
     "bursts": ("balanced", "wagma"),
     "lengths": ("sorted", "balanced"),
     "loader": ("workers",),
-    "copies": ("ahead",),
+    "copies": ("ahead", "pinned"),
     "validation": ("shared",),
     "callbacks": ("lighter", "balanced"),
     "processor": ("cores",),
@@ -129,6 +131,7 @@ _OF_CAUSE: Final = {
 _WHAT: Final = {
     "workers": "more loader workers",
     "ahead": "have loader workers do what hands a batch over to the device",
+    "pinned": "copy batches from pinned memory, and let no host wait for that",
     "shared": "let all ranks validate equal shares",
     "freeze": "collect no garbage while training",
     "sorted": "put batches of like length into one step",
@@ -204,6 +207,7 @@ def paste_of(
     return {
         "workers": f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
         "ahead": "DataLoader(..., collate_fn=..., num_workers=2)    # and collate_fn does it",
+        "pinned": "DataLoader(..., pin_memory=True)",
         "shared": "val_dataloaders with a DistributedSampler; none with work for rank 0 alone",
         "freeze": "gc.collect(); gc.freeze(); gc.disable()    # before trainer.fit",
         "sorted": "DataLoader(..., batch_sampler=...)    # that draws batches of like length",
@@ -234,7 +238,7 @@ def remedies(times: Times, verdict: Verdict, asked: Sequence[str] = ()) -> list[
     ddp = _of_ddp(times, times.own)
     found = [
         _replaced(times, ddp, "workers", _less("loader", times, at_most=_FETCH_S)),
-        _ahead(times, ddp),
+        _pinned(times, ddp) if times.is_on_device else _ahead(times, ddp),
         _replaced(times, ddp, "shared", _less("validation", times, share=True)),
         _replaced(times, ddp, "freeze", _less("gc", times)),
         _replaced(times, ddp, "lighter", _as_the_others("between", times)),
@@ -340,6 +344,16 @@ def _ahead(times: Times, ddp: Tensor) -> Remedy:
     half = times.own - times.parts[PARTS.index("copies")] * _LEFT_OF_COPIES
     left = _replaced(times, ddp, "ahead", half)
     return replace(found, low=min(found.low, left.low))
+
+
+def _pinned(times: Times, ddp: Tensor) -> Remedy:
+    """Returns what copies from pinned memory would gain, which nobody has measured."""
+    copies = times.parts[PARTS.index("copies")]
+    found, least, most = (
+        _replaced(times, ddp, "pinned", times.own - copies * share)
+        for share in (_LEFT_OF_COPIES, 0.5 * _LEFT_OF_COPIES, 1.0)
+    )
+    return replace(found, low=min(found.low, least.low), high=max(found.high, most.high))
 
 
 def _how_to_get_cores(times: Times) -> str:

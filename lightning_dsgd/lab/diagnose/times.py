@@ -39,11 +39,8 @@ _SHORT: Final = 0.05
 """A rank that waits for a processor for this share of its own time is short of them."""
 _UNKNOWN_SHARE: Final = 2.0
 """How many ranks are taken to share a core where the trace does not say how many there are."""
-_KINDS: Final = (("load",), ("copy",), ("forward",), ("backward",), ("optimizer",), ("evaluate",))
+_KINDS: Final = ("load", "copy", "forward", "backward", "optimizer", "evaluate")
 """What a record calls the first parts, those of a rank's own time that are recorded as spans."""
-_KINDS_OF_DEVICE: Final = (_KINDS[0], (), _KINDS[2], ("backward", "copy"), *_KINDS[4:])
-"""The same on a device: a copy from memory that is not pinned waits there for the passes that were
-queued before it, so that its time is theirs."""
 Spans = list[tuple[float, float]]
 
 
@@ -106,6 +103,11 @@ class Times:
         return len(self.numbers)
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether the times are those of the ranks' devices, and not of their hosts."""
+        return self.about.get("clock") == "device"
+
+    @property
     def num_units(self) -> int:
         """How many batches of each rank are accumulated for a step; 0: the trace does not say."""
         return int(self.about.get("accumulates") or 0)
@@ -148,7 +150,7 @@ class Times:
 
         On devices they take none.
         """
-        if self.ranks_per_core <= 1 or self.about.get("clock") == "device":
+        if self.ranks_per_core <= 1 or self.is_on_device:
             return None
         hosts = self.hosts
         here = max(hosts.count(host) for host in hosts)
@@ -296,8 +298,9 @@ def _waited(steps: Sequence[Step], counts: Sequence[int]) -> list[float]:
 
 
 def _on_device(step: Step) -> Spans:
-    """A device waits in its last sum alone; the host's waits are not the job's."""
-    return [(step.sum[-1][0], max(over for _, over, _ in step.sum))] if step.sum else []
+    """A device waits in its last sum, and for buffers; the host's waits are not the job's."""
+    sums = [(step.sum[-1][0], max(over for _, over, _ in step.sum))] if step.sum else []
+    return sorted([*step.device.get("meet", ()), *sums])
 
 
 def _are_sums(step: Step, meetings: Spans) -> list[bool]:
@@ -309,8 +312,21 @@ def _are_sums(step: Step, meetings: Spans) -> list[bool]:
 
 
 def _parts(steps: Sequence[Step], *, is_on_host: bool) -> Iterable[Spans]:
-    for kinds in _KINDS if is_on_host else _KINDS_OF_DEVICE:
-        yield [span for step in steps for kind in kinds for span in getattr(step, kind)]
+    """Yields when a rank was at each of the first PARTS.
+
+    A device waits for the loader while it is at nothing else: what its host reads while it computes
+    costs nothing.
+    """
+    if is_on_host:
+        for kind in _KINDS:
+            yield [span for step in steps for span in getattr(step, kind)]
+        return
+    on_device = [
+        [span for step in steps for span in step.device.get(kind, ())] for kind in _KINDS[1:]
+    ]
+    busy = union(span for spans in on_device for span in spans)
+    yield _without(union(span for step in steps for span in step.load), busy)
+    yield from on_device
 
 
 def _busy(of_step: Sequence[Step]) -> float:

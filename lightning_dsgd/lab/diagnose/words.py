@@ -89,7 +89,8 @@ def lines(
     spent = {"of own work": max(0.0, work_s), "of waiting for who is last": late_s}
     spent |= {what: s for what, s in everyones.items() if s > 0.02 * step_s}
     spent |= {"of sums": found.sums_s}
-    whole = f"a step takes {_ms(step_s)}: " + ", ".join(f"{_ms(s)} {w}" for w, s in spent.items())
+    took = f"{_ms(step_s)} of device time" if times.is_on_device else _ms(step_s)
+    whole = f"a step takes {took}: " + ", ".join(f"{_ms(s)} {w}" for w, s in spent.items())
     if others_s > 0.02 * step_s:
         whole += f", {_ms(others_s)} of other meetings"
     text = [

@@ -32,7 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lightning_dsgd.lab.timeline.clocks import boot_id, offset_by_meetings
 from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, Recorder
 from lightning_dsgd.lab.timeline.shards import num_weights
-from lightning_dsgd.lab.timeline.watch import Watch, device_of, items_in, watched_in
+from lightning_dsgd.lab.timeline.watch import Watch, device_of, is_on_host, items_in, watched_in
 
 T = TypeVar("T")
 _NEEDED: Final = "LoopTrace needs a model in DistributedDataParallel, or sharded by FSDP"
@@ -184,7 +184,6 @@ class LoopTrace(_Events):
         is_one_boot = told[0].pop("boot") == boot_id()
         offset_s = offset_by_meetings(is_one_boot, device)
         watch.begin(model)
-        watch.see_buffers(model)
         self._open(model, told[0], offset_s)
         if self._recorder is None:
             return
@@ -197,6 +196,7 @@ class LoopTrace(_Events):
                 self._optimizer.register_step_pre_hook(self._begins_step),
                 self._optimizer.register_step_post_hook(self._ends_step),
             ]
+        watch.see_buffers(model)  # behind the hook that begins the forward pass
         self._between_s = time.monotonic()
 
     def _open(self, model: torch.nn.Module, told: dict[str, Any], offset_s: float) -> None:
@@ -223,6 +223,7 @@ class LoopTrace(_Events):
                 offset_s=offset_s,
                 max_mb=self._max_mb,
             )
+            watch.parts.begin()
         except OSError as error:
             self._give_up(error)
 
@@ -265,12 +266,14 @@ class LoopTrace(_Events):
         iterator = iter(loader)
         while True:
             self._end_step()
+            self._turn_to("")
             began_s = time.monotonic()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             self._has_batch(began_s, items_in(batch))
+            self._may_copy(batch)
             yield batch
 
     def _has_batch(self, began_s: float, num_items: int = 0) -> None:
@@ -282,10 +285,21 @@ class LoopTrace(_Events):
             self._recorder.has_batch(num_items)
         self._between_s = None
 
+    def _may_copy(self, batch: Any) -> None:
+        """Notes that a batch is there, which may have to be copied before the forward pass."""
+        if self._watch is not None and self._watch.parts.is_on and is_on_host(batch):
+            self._watch.parts.turn_to("copy")
+
+    def _turn_to(self, part: str) -> None:
+        """Notes that a part of the step is queued on the device from now on."""
+        if self._watch is not None:
+            self._watch.parts.turn_to(part)
+
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Times a validation."""
         self._end_step()
+        self._turn_to("evaluate")
         began_s = time.monotonic()
         try:
             yield
@@ -293,6 +307,7 @@ class LoopTrace(_Events):
             self._has_evaluated(began_s)
 
     def _has_evaluated(self, began_s: float) -> None:
+        self._turn_to("")
         if self._recorder is not None:
             self._recorder.evaluated(began_s, time.monotonic())
 
@@ -315,6 +330,7 @@ class LoopTrace(_Events):
             recorder.did("backward", self._backward_s, over_s or summed_s)
         if watch.is_on_host and watch.is_ddp:
             watch.met(summed_s, over_s or summed_s)
+        self._turn_to("")
         watch.sums.ready_s = watch.sums.over_s = self._backward_s = None
         self._num_steps += 1
         try:
@@ -325,21 +341,27 @@ class LoopTrace(_Events):
 
     def _begins_forward(self, _: Any, args: Any, kwargs: Any) -> None:
         self._forward_s = time.monotonic()
+        if torch.is_grad_enabled():
+            self._turn_to("forward")
         if self._counts_inputs and self._recorder is not None and torch.is_grad_enabled():
             self._recorder.has_batch(items_in(args) + items_in(kwargs))
 
     def _ends_forward(self, *_: Any) -> None:
         self._backward_s = time.monotonic()
+        if torch.is_grad_enabled():
+            self._turn_to("backward")
         if self._recorder is not None and self._forward_s is not None and torch.is_grad_enabled():
             self._recorder.did("forward", self._forward_s, self._backward_s)
 
     def _begins_step(self, *_: Any) -> None:
         self._optimizer_s = time.monotonic()
+        self._turn_to("optimizer")
         if self._watch is not None and self._watch.is_ddp and self._watch.sums.ready_s is not None:
             self._watch.leaves()
         if self._watch is not None and not self._watch.sums.sees_sums:
             self._watch.sums.over_s = self._optimizer_s
 
     def _ends_step(self, *_: Any) -> None:
+        self._turn_to("")
         if self._recorder is not None:
             self._recorder.did("optimizer", self._optimizer_s, time.monotonic())

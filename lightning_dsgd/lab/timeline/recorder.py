@@ -21,6 +21,9 @@ The first line says who wrote it; then there is one line for each step, in micro
     gc        Python collected garbage, whatever the step was doing
     save      a checkpoint was written, whatever the step was doing
     start     a loader began an epoch, and may have started its workers
+    device_copy, device_forward, device_backward, device_optimizer, device_evaluate, device_meet
+              so long the device was at this part, and of which step, maybe an earlier one; at the
+              last one it waited for other ranks in the midst of its step
     sum       a piece of the gradient was summed: from when this rank's piece was ready until the
               sum was there, its bytes and its step, which on a device is an earlier one
     gather    weights in shards were put together, with the same figures

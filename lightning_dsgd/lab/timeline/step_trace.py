@@ -29,7 +29,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dsgd.data.units import loaders
 from lightning_dsgd.lab import trackers
+from lightning_dsgd.lab.accelerators import Times, times_of
 from lightning_dsgd.lab.timeline.clocks import boot_id, offset_by_meetings, offset_to_rank_0
+from lightning_dsgd.lab.timeline.device_parts import DeviceParts
 from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, Recorder
 from lightning_dsgd.lab.timeline.watch import Watch, items_in, watched_in
 from lightning_dsgd.trainer import seams
@@ -59,6 +61,7 @@ class StepTrace(pl.Callback):
       ModelParallelStrategy the same, and for the weights;
     - with DDP on GPUs, whose waits the training thread does not see: when each sum of the gradient
       could begin, and when it was over, by events that nobody waits for;
+    - on GPUs, with any strategy: how long the device was at each part of a step, in the same way;
     - with others: nothing, as the file's first line says.
 
     With DDP, `lightning-dsgd why run/` says why the job is slow and what would help; its first
@@ -96,6 +99,7 @@ class StepTrace(pl.Callback):
         self._validation_s: float | None = None
         self._phase: tuple[str, float] = "", 0.0
         self._watch: Watch | None = None
+        self._parts = DeviceParts(Times())
         self._profiler: Any = None
         self._gave_up = False
         self._edges = _First(self), _Last(self)
@@ -144,6 +148,11 @@ class StepTrace(pl.Callback):
             self._head["sums"] = "seen" if self._watch.sums.sees_sums else "the last"
             self._head["clock"] = "host" if self._watch.is_on_host else "device"
             self._head |= self._watch.of_processors()
+        self._parts = (
+            DeviceParts(times_of(strategy.root_device))
+            if self._watch is None
+            else self._watch.parts
+        )
         self._time_fetches(trainer.profiler, copies=_copies(trainer, pl_module))
         self._first_step = self._last_step = trainer.global_step
         self._phase, self._gave_up = ("", 0.0), False
@@ -218,6 +227,7 @@ class StepTrace(pl.Callback):
         if self._watch is not None:
             self._watch.recorder = self._recorder
             self._watch.sums.forget()
+        self._parts.begin()
 
     def _time_fetches(self, profiler: Any, copies: bool) -> None:
         """Notes how long the Trainer's profiler, whichever it is, would say a batch takes to get.
@@ -238,6 +248,8 @@ class StepTrace(pl.Callback):
             start(action_name)
             if kind := kind_of(action_name):
                 began_s[kind] = time.monotonic()
+            if kind == "copy" and self._between_s is not None:
+                self._parts.turn_to("copy")
 
         def stops(action_name: str) -> None:
             kind = kind_of(action_name)
@@ -245,6 +257,7 @@ class StepTrace(pl.Callback):
                 begin_s, recorder = began_s.pop(kind), self._recorder
                 if recorder is not None and self._between_s is not None:
                     recorder.did(kind, begin_s, time.monotonic())
+                    self._parts.turn_to("")
             stop(action_name)
 
         profiler.start, profiler.stop, self._profiler = starts, stops, profiler
@@ -271,6 +284,7 @@ class StepTrace(pl.Callback):
         """Ends a phase of the step, and begins another."""
         before, begin_s = self._phase
         self._phase = phase, time.monotonic()
+        self._parts.turn_to(phase)
         if before and self._recorder is not None:
             self._recorder.did(before, begin_s, self._phase[1])
 
@@ -282,16 +296,26 @@ class StepTrace(pl.Callback):
             self._last_step = step
             if self._recorder is not None:
                 try:
-                    (self._watch or self._recorder).end_step(step)
+                    self._end_step(step)
                 except OSError as error:
                     self._give_up(trainer, error)
             elif step - self._first_step >= self.skip_steps and not self._gave_up:
                 self._begin(trainer)
         self._between_s = time.monotonic()
 
+    def _end_step(self, step: int) -> None:
+        assert self._recorder is not None
+        if self._watch is not None:
+            self._watch.end_step(step)
+            return
+        for kind, begin_s, end_s, of_step in self._parts.end_step(step):
+            self._recorder.did(kind, begin_s, end_s, of_step)
+        self._recorder.end_step(step)
+
     def begin_validation(self) -> None:
         """Notes that the ranks validate."""
         self._validation_s = time.monotonic()
+        self._parts.turn_to("evaluate")
         if self._recorder is not None and self._between_s is not None:
             self._recorder.fetched(self._between_s, self._validation_s)
         self._between_s = None
@@ -300,6 +324,7 @@ class StepTrace(pl.Callback):
         """Notes that they have validated."""
         if self._recorder is not None and self._validation_s is not None:
             self._recorder.evaluated(self._validation_s, time.monotonic())
+        self._parts.turn_to("")
         self._between_s = time.monotonic()
 
     def _stand_at_the_edges(self, trainer: Any) -> None:
@@ -359,6 +384,7 @@ class StepTrace(pl.Callback):
         self._leave_the_edges(trainer)
 
     def _end(self, trainer: Any, why: str) -> None:
+        self._parts.end()
         if self._watch is not None:
             self._watch.end()
         if self._profiler is not None:
@@ -378,6 +404,7 @@ class StepTrace(pl.Callback):
     def _give_up(self, trainer: Any, error: OSError) -> None:
         """Records no more after an error, such as a full disk, which must not end a training."""
         self._recorder, self._gave_up = None, True
+        self._parts.end()
         net = _network(trainer.strategy)
         if net is not None:
             net.counters.watch = None

@@ -8,8 +8,8 @@ file and the line.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -26,6 +26,10 @@ _WHO: Final = ("wait", "serve")
 """The kinds whose spans name a rank."""
 _SUMS: Final = ("sum", "gather")
 """The kinds whose spans have their bytes and their step."""
+_ON_DEVICE: Final = tuple(
+    f"device_{part}" for part in ("copy", "forward", "backward", "optimizer", "evaluate", "meet")
+)
+"""The kinds whose spans have their step, and which the device did."""
 _MOST: Final = 10**15
 """The largest figure of a step: microseconds of 30 years."""
 _MOST_RANKS: Final = 10**6
@@ -57,6 +61,8 @@ class Step:
     start: Spans = ()
     sum: SpansOf = ()
     gather: SpansOf = ()
+    device: Mapping[str, Spans] = field(default_factory=dict)
+    """The same of the rank's device, as far as it was timed: for each part, and for "meet"."""
     items: int = 0
     short: tuple[float, ...] = ()
     """For each exchange, how long the rank waited for a processor before, since the last one."""
@@ -158,6 +164,7 @@ def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
     lines = text.splitlines(keepends=True)
     shift_s, steps, end = float(head["origin_s"]) - origin_s, [], ""
     sums: dict[str, dict[int, list[tuple[float, float, int]]]] = {kind: {} for kind in _SUMS}
+    on_device: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for number, line in enumerate(lines[1:], 2):
         if not line.endswith("\n"):
             break  # the run was killed while it wrote this
@@ -172,11 +179,17 @@ def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
                     over = max(begin, over)
                     made = 1e-6 * begin + shift_s, 1e-6 * over + shift_s, int(num_bytes)
                     of_step.setdefault(int(step), []).append(made)
+            for kind in _ON_DEVICE:
+                for begin, over, step in record.get(kind, ()):
+                    part = kind.removeprefix("device_")
+                    spans = on_device.setdefault(int(step), {}).setdefault(part, [])
+                    spans.append((1e-6 * begin + shift_s, 1e-6 * max(begin, over) + shift_s))
     steps = [
         replace(
             step,
             sum=tuple(sums["sum"].get(step.number, ())),
             gather=tuple(sums["gather"].get(step.number, ())),
+            device={part: (*s,) for part, s in on_device.get(step.number, {}).items()},
         )
         for step in steps
     ]
@@ -201,11 +214,11 @@ def _check_step(path: Path, number: int, record: dict[str, Any]) -> None:
         if not _is_figure(figure):
             _refuse(path, number, f"{name!r} must be a number", figure)
     _check_span(path, number, "span", record.get("span"), 2)
-    for kind in (*_SPANS, *_SUMS):
+    for kind in (*_SPANS, *_ON_DEVICE, *_SUMS):
         spans = record.get(kind, [])
         if not isinstance(spans, list):
             _refuse(path, number, f"{kind!r} must be a list of spans", spans)
-        size = 3 if kind in _WHO else 4 if kind in _SUMS else 2
+        size = 3 if kind in (*_WHO, *_ON_DEVICE) else 4 if kind in _SUMS else 2
         for span in spans:
             has_more = kind == "exchange" and isinstance(span, list) and len(span) == 3
             _check_span(path, number, kind, span, 3 if has_more else size)

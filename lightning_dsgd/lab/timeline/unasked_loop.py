@@ -17,7 +17,8 @@ An error in here ends the record, and is told to nobody but the watcher.
 **What is not seen.**  Two models in DDP or FSDP that take turns; a DDP of some ranks only; FSDP on
 devices, where ranks wait in gathers that the host does not see; a forward pass that torch compiles
 together with the DDP, whose time then belongs to the backward pass; a loader that is no
-`DataLoader`, and copies to a device that are not Fabric's: their time is "between".
+`DataLoader`: its time is "between".  A script's own copy to a device is not seen as such: there the
+copy is what the device does between a batch in the CPU's memory and the forward pass.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class UnaskedLoop(LoopTrace):
         self._registers: Callable[[Any, Any], None] | None = None
         self._evaluating_s: float | None = None
         self._is_loading = False
+        self._sees_forward = False
         self._met_s: float | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -210,7 +212,8 @@ class UnaskedLoop(LoopTrace):
         if torch.is_grad_enabled():
             self._end_step()
             self._ends_evaluation()
-            self._forward_s = time.monotonic()
+            self._forward_s, self._sees_forward = time.monotonic(), True
+            self._turn_to("forward")
             if self._recorder is not None:
                 self._recorder.has_batch(items_in(args) + items_in(kwargs))
                 if self._between_s is not None:
@@ -220,11 +223,12 @@ class UnaskedLoop(LoopTrace):
     def _asks_for_buffers(self) -> None:
         assert self._watch is not None
         model: Any = self._model
-        self._met_s = self._watch.comes() if model.will_sync_module_buffers() else None
+        has_buffers = model.will_sync_module_buffers()
+        self._met_s = self._watch.comes_to_meet() if has_buffers else None
 
     def _is_in_forward(self) -> None:
-        if self._met_s is not None and self._watch is not None and self._watch.is_on_host:
-            self._watch.met(self._met_s)
+        if self._met_s is not None and self._watch is not None:
+            self._watch.has_buffers(self._met_s)
 
     def _after_forward(self, forward: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
         returned = forward()
@@ -267,22 +271,34 @@ class UnaskedLoop(LoopTrace):
         if self._is_loading or self._evaluating_s is not None:
             return load()
         self._is_loading, began_s = True, time.monotonic()
+        self._quiet(self._turn_to)("")
         try:
-            return load()
+            batch = load()
+            self._quiet(self._may_copy)(batch)
+            return batch
         finally:
             self._is_loading = False
             self._quiet(self._has_loaded)(began_s)
 
+    def _may_copy(self, batch: Any) -> None:
+        if self._sees_forward:
+            super()._may_copy(batch)
+        else:  # as where the forward pass is compiled with the DDP
+            self._turn_to("backward")
+
     def _before_copying(self, copy: Any, *_: Any, **__: Any) -> Any:
+        if self._evaluating_s is not None:
+            return copy()
         began_s = time.monotonic()
+        self._quiet(self._turn_to)("copy")
         returned = copy()
-        if self._evaluating_s is None:
-            self._quiet(self._has_copied)(began_s)
+        self._quiet(self._has_copied)(began_s)
         return returned
 
     def _has_copied(self, began_s: float) -> None:
         assert self._recorder is not None
         self._recorder.did("copy", began_s, time.monotonic())
+        self._turn_to("")
 
     def _has_loaded(self, began_s: float) -> None:
         assert self._recorder is not None
@@ -300,6 +316,7 @@ class UnaskedLoop(LoopTrace):
         self._end_step()
         if self._evaluating_s is None:
             self._evaluating_s = time.monotonic()
+            self._turn_to("evaluate")
 
     def _ends_evaluation(self) -> None:
         began_s, self._evaluating_s = self._evaluating_s, None

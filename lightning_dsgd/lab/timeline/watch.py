@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,7 @@ from lightning_dsgd.devices import port_of
 from lightning_dsgd.lab.accelerators import DeviceTimes, times_of
 from lightning_dsgd.lab.timeline import processors
 from lightning_dsgd.lab.timeline.calls import Meetings, Pauses
+from lightning_dsgd.lab.timeline.device_parts import DeviceParts
 from lightning_dsgd.lab.timeline.recorder import ALL, Recorder
 from lightning_dsgd.lab.timeline.shards import check_shards, mesh_of, strategy_of
 from lightning_dsgd.lab.timeline.sums import Sums
@@ -45,11 +46,14 @@ class Watch:
         times = times_of(device)
         self.is_on_host = not isinstance(times, DeviceTimes)
         self.sums = Sums(times)
-        self._meetings = Meetings(self.met, self.comes)
+        self.parts = DeviceParts(times)
+        self._meetings = Meetings(self._has_met, self.comes_to_meet)
         self._pauses = Pauses(self._pauses_for)
         self._thread = threading.get_ident()
         self._collecting_s: float | None = None
         self._forward_s: float | None = None
+        self._part = ""
+        """At which part of the step the device was before it met the others."""
         self._handles: list[Any] = []
         self._waited: processors.Waited | None = None
         self._came: float | None = None
@@ -88,7 +92,7 @@ class Watch:
     def see_buffers(self, model: Any) -> None:
         """Notes the meetings in which DDP sends the buffers of rank 0, by hooks of the model."""
         has_buffers = self.is_ddp and model.broadcast_buffers and any(True for _ in model.buffers())
-        if self.is_on_host and has_buffers:
+        if has_buffers:
             # Before a forward pass DDP waits for the buffers of rank 0.
             self._handles = [
                 model.register_forward_pre_hook(self._comes_to_forward),
@@ -109,6 +113,7 @@ class Watch:
         if waited is not None:
             waited.close()
         self.sums.stop()
+        self.parts.end()
         self._pauses.end()
         self._meetings.end()
         if self._collects in gc.callbacks:
@@ -156,6 +161,8 @@ class Watch:
         if self.recorder is not None:
             for kind, begin_s, end_s, *figures in self.sums.end_step(number):
                 self.recorder.did(kind, begin_s, end_s, *figures)
+            for kind, begin_s, end_s, step in self.parts.end_step(number):
+                self.recorder.did(kind, begin_s, end_s, step)
             now_s = time.monotonic()
             if now_s - self._asked_s >= _ASK_EVERY_S:
                 self._asked_s, running = now_s, processors.num_running()
@@ -164,12 +171,30 @@ class Watch:
             self.recorder.end_step(number)
 
     def _comes_to_forward(self, *_: Any) -> None:
-        self._forward_s = self.comes()
+        self._forward_s = self.comes_to_meet()
 
     def _is_in_forward(self, *_: Any) -> None:
         begin_s, self._forward_s = self._forward_s, None
         if begin_s is not None:
-            self.met(begin_s)
+            self.has_buffers(begin_s)
+
+    def comes_to_meet(self) -> float:
+        """Notes that the thread comes to where its rank meets all others; returns when."""
+        if self.is_ddp:  # FSDP calls its collectives on streams of their own
+            self._part = self.parts.turn_to("meet")
+        return self.comes()
+
+    def has_buffers(self, came_s: float) -> None:
+        """Notes that DDP has sent rank 0's buffers, or, on a device, has queued that."""
+        self.parts.turn_to(self._part)
+        if self.is_on_host:
+            self.met(came_s)
+
+    def _has_met(self, came_s: float) -> None:
+        """Notes that a collective of torch's is over, or, on a device, is queued."""
+        if self.is_ddp:
+            self.parts.turn_to(self._part)
+        self.met(came_s)
 
     def _pauses_for(self, kind: str, begin_s: float, end_s: float) -> None:
         if self.recorder is not None and end_s - begin_s >= _SHORTEST_PAUSE_S:
@@ -207,11 +232,22 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 def items_in(batch: Any) -> int:
     """Returns how many numbers a batch has, in all its tensors."""
+    return sum(x.numel() for x in _tensors_in(batch))
+
+
+def is_on_host(batch: Any) -> bool:
+    """Returns whether any tensor of a batch is in the memory of the CPU."""
+    return any(x.device.type == "cpu" for x in _tensors_in(batch))
+
+
+def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
-        return batch.numel()
+        yield batch
+        return
     parts: Iterable[Any] = ()
     if isinstance(batch, Mapping):  # Hugging Face's are no dict
         parts = batch.values()
     elif isinstance(batch, list | tuple):
         parts = batch[:64]
-    return sum(map(items_in, parts))
+    for part in parts:
+        yield from _tensors_in(part)

@@ -211,6 +211,14 @@ def traces(
                         (first[rank], first_over, own.bytes // 2),
                         (ready[rank], over, own.bytes // 2),
                     ),
+                    device={
+                        "meet": ((asks[rank], answered),),
+                        **({"copy": ((loaded[rank], copied[rank]),)} if own.copies else {}),
+                        **({"evaluate": ((begin, validated),)} if own.validation else {}),
+                        "forward": ((copied[rank], forwarded[rank]),),
+                        "backward": ((forwarded[rank], over),),
+                        "optimizer": ((over, end),),
+                    },
                     items=own.items,
                     short=(0.0, own.short),
                 )
@@ -242,6 +250,8 @@ def write(folder: Path, every: list[Trace]) -> None:
             for span, waited in zip(line["exchange"], step.short, strict=True):
                 if waited:
                     span.append(round(1e6 * waited))
+            for part, spans in step.device.items():
+                line[f"device_{part}"] = [[*whole(span), step.number] for span in spans]
             line["sum"] = [[*whole(span), step.number] for span in step.sum]
             lines.append(line)
         folder.mkdir(exist_ok=True)

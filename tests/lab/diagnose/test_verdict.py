@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from lightning_dsgd.lab.diagnose import times
 from lightning_dsgd.lab.diagnose.times import times_of
 from lightning_dsgd.lab.diagnose.verdict import judge
+from lightning_dsgd.lab.timeline.trace import Step, Trace
 from tests.lab.diagnose import made
 
 OF_MANY = pytest.param("one rank slow", 16, id="of 16")
@@ -133,30 +137,43 @@ def test_a_link_is_slow_where_one_of_its_messages_takes_longer(
 
 
 # ---- on devices ----
-def copies_as_long(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
-    own.copies = 30e-3
+ON_DEVICE = {"clock": "device"}
 
 
-def copies_for_longer(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
-    own.copies = 60e-3 if rank == s.victim else 30e-3
+@pytest.mark.parametrize("name", sorted({*made.CAUSES, "copies"} - {"one slow link"}))
+def test_causes_are_named_by_the_times_of_devices(name: str) -> None:
+    inject, cause = made.CAUSES.get(name, (made.copies, "copies"))
+    found = judge(times_of(made.traces(inject, victim=2, about=ON_DEVICE)))
+    ranks = (0, 1, 2, 3) if name == "copies" else made.ranks_of(name, 2, 4)
+    assert (found.cause, found.ranks) == (cause, ranks)
 
 
-@pytest.mark.parametrize(
-    ("cause", "on_host", "on_device"),
-    [
-        (copies_as_long, ("copies", (0, 1, 2, 3)), ("none", ())),
-        (copies_for_longer, ("copies", (0, 1, 2, 3)), ("slow", (2,))),
-    ],
-)
-def test_a_copy_on_a_device_waits_for_the_passes_before_it(
-    cause: made.Cause,
-    on_host: tuple[str, tuple[int, ...]],
-    on_device: tuple[str, tuple[int, ...]],
-) -> None:
-    for clock, verdict in (("host", on_host), ("device", on_device)):
-        traces = made.traces(cause, steps=60, victim=2, about={"clock": clock})
-        found = judge(times_of(traces))
-        assert (found.cause, found.ranks) == verdict, clock
+def on_host(traces: list[Trace], **spans: Callable[[Step], Any]) -> list[Trace]:
+    """The same run, whose hosts say something else of their steps."""
+    return [
+        replace(t, steps=tuple(replace(s, **{k: f(s) for k, f in spans.items()}) for s in t.steps))
+        for t in traces
+    ]
+
+
+def test_a_copy_that_waits_on_the_host_for_the_passes_before_it_is_none() -> None:
+    """The host of the slow rank waits for its device in its copies, and computes in no time."""
+    traces = made.traces(made.slow, victim=2, about=ON_DEVICE)
+    seen = on_host(
+        traces,
+        copy=lambda s: (*s.forward, *s.backward),
+        forward=lambda s: (),
+        backward=lambda s: (),
+    )
+    assert judge(times_of(seen)) == judge(times_of(traces))
+
+
+def test_a_loader_costs_nothing_while_the_device_computes() -> None:
+    traces = made.traces(made.slow, victim=2, about=ON_DEVICE)
+    seen = on_host(traces, load=lambda s: s.forward)
+    assert judge(times_of(seen)).cause == "slow"
+    waits = made.traces(made.loader, victim=2, about=ON_DEVICE)
+    assert judge(times_of(waits)).cause == "loader"
 
 
 # ---- which steps ----
