@@ -98,11 +98,12 @@ CALLS = {
     ),
     2: (
         Part("card", 15, "its name, and versions", alone.card),
-        Part("added", 85, "what strategies add to a step of DDP's", together.added),
-        Part("straggler", 90, "who waits for a rank that fills the GPU", together.straggler),
-        Part("memory", 50, "peaks beside what is said; communicators", together.memory),
+        Part("added", 80, "what strategies add to a step of DDP's", together.added),
+        Part("straggler", 85, "who waits for a rank that fills the GPU", together.straggler),
+        Part("memory", 45, "peaks beside what is said; communicators", together.memory),
         Part("capture", 25, "a CUDA graph beside a lane", alone.capture),
-        Part("launched", 40, "a script as a user starts it", tested.launched),
+        Part("launched", 35, "a script as a user starts it", tested.launched),
+        Part("stuck", 30, "what `why` says of a rank that enters no sum", tested.stuck),
         Part("tests", 25, "the tests marked gpu", partial(tested.tests, names=TESTS)),
     ),
 }

@@ -1,4 +1,4 @@
-"""Tests marked `gpu`, each in a process group of its own, and the ways to start a script."""
+"""Tests marked `gpu`, each in a process group of its own, and jobs as users start them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import stuck_rank
 from benchmarks.on_gpu import apart
 from benchmarks.on_gpu.apart import Row
 from benchmarks.on_gpu.place import Place
@@ -129,6 +130,12 @@ def launched(place: Place) -> Iterator[Row]:
                 row = {"error": "not every rank has come to its end"} | row
                 row["last"] = lines[-10:]
             yield row
+
+
+def stuck(place: Place) -> Iterator[Row]:
+    """What `lightning-dsgd why` says of two ranks, one of which never enters a sum."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield from stuck_rank.watched(Path(folder, "why"), place.kind)
 
 
 def _started(command: Sequence[str], output: Path) -> Row:

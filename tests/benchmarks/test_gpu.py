@@ -37,7 +37,7 @@ def hang(*_, **__):
 for module in (alone, gpt, place, together):
     module.finish = hang
 alone.accelerators.name_of = alone.captured = hang
-tested.pytest_with = hang
+tested.pytest_with = tested.stuck_rank.watched = hang
 tested.TRAIN = "import subprocess, time\\n" \\
     "subprocess.Popen(['sleep', '1000'], start_new_session=True)\\n" \\
     "open({reached!r}, 'a').write('hung\\\\n')\\ntime.sleep(1000)"
@@ -52,7 +52,7 @@ gpu.main(["1", "--rehearse", "--output", "hung.json"])
 """Every wait for a device hangs, ignores SIGTERM and has a child in a session of its own."""
 PARTS = (
     *("card", "ceilings", "mended", "copies", "passes", "selection", "gpt"),
-    *("added", "straggler", "memory", "capture", "launched", "tests"),
+    *("added", "straggler", "memory", "capture", "launched", "stuck", "tests"),
 )
 
 
@@ -131,6 +131,8 @@ def test_every_part_can_be_rehearsed(tmp_path: Path) -> None:
     assert len(parts["gpt"]) == 9
     assert all(row["step_ms"] > 0 for row in parts["gpt"])
     assert {row["strategy"] for row in parts["added"]} >= {"balanced", "ddp"}
+    [stuck] = parts["stuck"]
+    assert "error" not in stuck
     assert {row["outcome"] for row in (*parts["mended"], *parts["tests"])} == {"skipped"}
 
 
