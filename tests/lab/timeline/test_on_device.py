@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from lightning_dsgd import DecentralizedStrategy, StepTrace
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.lab.accelerators import Times, spin, times_of
+from lightning_dsgd.lab.timeline import device_parts
 from lightning_dsgd.lab.timeline.device_parts import DeviceParts
+from lightning_dsgd.lab.timeline.trace import Trace, read_folder
 from tests.support.fake_device import FakeDevice
-from tests.support.worlds import AcceleratorWorld, FakeWorld
+from tests.support.fits import Plain, accelerator_of
+from tests.support.models import loader, trainer
+from tests.support.worlds import AcceleratorWorld, FakeFitWorld, FakeWorld
 
-SPIN_S = 0.04
+STEPS = 8
+SPIN_S, LONG_S = 0.04, 0.2
 
 
 def step(parts: DeviceParts, kernel: Callable[[], None], number: int) -> Any:
@@ -59,6 +68,26 @@ def test_a_kernel_counts_in_the_part_that_has_queued_it() -> None:
     FakeWorld().run(1, time_parts)
 
 
+def fall_behind(net: Any, fake: FakeDevice) -> None:
+    parts, opened = DeviceParts(times_of(fake.device)), threading.Event()
+    parts.begin()
+    fake.spin_until(opened)
+    with mock.patch.object(device_parts, "_MOST_UNDER_WAY", 8):
+        for number in range(5):
+            step(parts, lambda: None, number)
+    assert not parts.is_on
+    opened.set()
+    fake.finish()
+    made = fake.timed_events
+    assert len([*parts.end_step(5)]) < 8
+    step(parts, lambda: None, 6)
+    assert fake.timed_events == made <= 10
+
+
+def test_a_device_that_falls_far_behind_is_timed_no_more() -> None:
+    FakeWorld().run(1, fall_behind)
+
+
 def test_nothing_is_marked_on_a_cpu() -> None:
     parts = DeviceParts(Times())
     parts.begin()
@@ -82,3 +111,55 @@ def test_the_same_on_an_accelerator() -> None:
     assert len(ended) == 12
     for part, took_s in ended:
         assert took_s == pytest.approx(SPIN_S if part == "device_forward" else 0.0, abs=SPIN_S / 2)
+
+
+class Slow(Plain):
+    """Has one slow kernel, in rank 1's forward pass, and one slow copy, in rank 0's."""
+
+    def __init__(self, fake: FakeDevice) -> None:
+        super().__init__()
+        self.fake = [fake]
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        if self.trainer.global_rank == 0 and self.trainer.training:
+            self.fake[0].spin(LONG_S)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if self.trainer.global_rank == 1 and self.trainer.training:
+            self.fake[0].spin(LONG_S)
+        return super().loss(batch)
+
+
+def fit(fake: FakeDevice, folder: str) -> list[int]:
+    """Returns how often the host of the training thread waits, without and with the callback."""
+    waits = []
+    for callbacks in [], [StepTrace(folder)]:
+        strategy = DecentralizedStrategy("allreduce", timeout_s=60.0)
+        options = {"accelerator": accelerator_of(fake.device), "callbacks": callbacks}
+        fake.syncs.clear()
+        fit = trainer(strategy, 2, **options)
+        fit.fit(Slow(fake), loader(4 * 2 * STEPS, 4))
+        thread = threading.current_thread().name
+        waits.append(sum(name == thread for name, *_ in fake.syncs))
+    return waits
+
+
+def test_a_fit_with_a_strategy_has_its_devices_times(tmp_path: Path) -> None:
+    for without, traced in FakeFitWorld().run(2, fit, str(tmp_path)):
+        assert without > 0
+        assert traced == without + 1  # where the clock of the device is read first
+    slow = {"copy": 0, "forward": 1}
+    for trace in read_folder(tmp_path):
+        for part, rank in slow.items():
+            took_s = median_s(trace, part)
+            is_long = trace.rank == rank
+            assert took_s >= LONG_S if is_long else took_s < LONG_S, (part, trace.rank, took_s)
+        assert median_s(trace, "backward") > 0
+
+
+def median_s(trace: Trace, part: str) -> float:
+    """What a part of a step takes on the device."""
+    spans = [span for step in trace.steps[1:-2] for span in step.device.get(part, ())]
+    assert len(spans) == len(trace.steps) - 3, part
+    return statistics.median(end - begin for begin, end in spans)
