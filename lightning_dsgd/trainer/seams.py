@@ -69,11 +69,20 @@ def interruption(trainer: Any, signum: int) -> type[BaseException]:
     """Returns the class of what the Trainer ends with after a signal."""
     if signum == signal.SIGINT:
         return KeyboardInterrupt
-    package = type(trainer).__module__.removesuffix(".trainer.trainer")
-    kind: type[BaseException] = importlib.import_module(
-        f"{package}.utilities.exceptions"
-    ).SIGTERMException
+    kind: type[BaseException] = _lightnings(trainer, "utilities.exceptions").SIGTERMException
     return kind
+
+
+def _lightnings(trainer: Any, name: str) -> Any:
+    """Returns a module of that package of Lightning's whose Trainer this is, or is based on."""
+    of_trainer = ".trainer.trainer"
+    bases = [kind.__module__ for kind in type(trainer).__mro__]
+    package = next(
+        base.removesuffix(of_trainer)
+        for base in bases
+        if base in (f"lightning.pytorch{of_trainer}", f"pytorch_lightning{of_trainer}")
+    )
+    return importlib.import_module(f"{package}.{name}")
 
 
 def validates_by_time(trainer: Any) -> bool:
@@ -164,8 +173,7 @@ def backward(trainer: Any, loss: Any, optimizer: Any) -> None:
 
 
 def _call(trainer: Any) -> Any:
-    package = type(trainer).__module__.removesuffix(".trainer")
-    return importlib.import_module(f"{package}.call")
+    return _lightnings(trainer, "trainer.call")
 
 
 def logged(trainer: Any) -> dict[str, tuple[Any, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import signal
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,3 +107,15 @@ def test_wandb_goes_on_in_its_run_or_in_one_that_names_it(package, id_, name, mo
     assert logger._wandb_init["id"] == id_
     assert logger._wandb_init["name"] == name
     assert logger._wandb_init.get("group") == (None if id_ else "abc")
+
+
+def test_a_trainer_of_a_class_of_its_own_has_the_parts_of_its_package(package: str) -> None:
+    """As scvi-tools has one."""
+    trainer = trainer_of(package)
+    trainer.__class__ = type("Mine", (type(trainer),), {"__module__": "mine.train"})
+    found = seams.interruption(trainer, signal.SIGTERM), seams._call(trainer)
+    exceptions = importlib.import_module(f"{package}.utilities.exceptions")
+    assert found == (
+        exceptions.SIGTERMException,
+        importlib.import_module(f"{package}.trainer.call"),
+    )
