@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 SEED ?= 0
 FAULTS ?=
 LIGHTNING ?=
-PROGRAMS ?= chemprop,litgpt
+PROGRAMS ?= chemprop,litgpt,darts,scvi-tools
 JOBS ?= 1
 
 BIN := $(VENV)/bin
