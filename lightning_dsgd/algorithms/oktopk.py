@@ -47,7 +47,7 @@ from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import rounding, sparse
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, Selected, downwards, evenly
 from lightning_dsgd.primitives.sparse_format import PLACES, Lot
-from lightning_dsgd.primitives.step_scaling import EXCHANGED_BLOCK, Similarity
+from lightning_dsgd.primitives.step_scaling import EVERY, EXCHANGED_BLOCK, Similarity
 from lightning_dsgd.transport import Transport
 
 DIGIT_BITS: Final = 8
@@ -131,7 +131,11 @@ class OkTopk(ErrorFeedback):
             return
         sample = self.some_of(g)
         self.gradients += torch.where(sample.isfinite().all(), sample, 0.0)
+        own = g[::EVERY].clone() if self.similarity is not None else None
         self.net.all_reduce(g).wait()
+        if own is not None:
+            places = torch.arange(0, len(g), EVERY, device=g.device)
+            self.similarity.compare(places, own, g[::EVERY], self.num_others)
         g /= self.net.world_size
         self.round += 1
         self.num_selected = self.num_applied = len(g)
@@ -159,7 +163,7 @@ class OkTopk(ErrorFeedback):
                 return self.sum_at(places), places
             own = self.residual[places]
             sums = self.sum_at(places)
-            self.similarity.compare(places, own, sums)
+            self.similarity.compare(places, own, sums, self.num_others)
             return sums, places
         u, of_sums = self.gather(selected, lots, self.wire_dtype)
         self.update_residual(local[1], u[1], rounded_off)

@@ -90,7 +90,7 @@ class ErrorFeedback(Algorithm):
         '"gradients" with one local step, and "changes" with more',
     )
     scale_steps: bool = step_scaling.scale_steps(
-        ", but by Ok-Topk nothing where it exchanges the changes of one step"
+        ', but by Ok-Topk nothing where it exchanges the changes of one step with `rule="shared"`'
     )
 
     def check_hyperparameters(self) -> None:
@@ -149,6 +149,7 @@ class ErrorFeedback(Algorithm):
         self.base = (
             x.clone() if not self.exchanges_gradients else x[:0]
         )  # x where local steps began
+        self.num_others = 0.0  # how much the others' changes count for each unit that its own count
         self.every = max(1, len(x) // NUM_MEASURED)
         self.gradients = self.some_of(self.residual)  # all of this rank's, of some entries
         self.share_applied: float | None = None  # of all ranks' gradients, at the last consensus
@@ -203,8 +204,11 @@ class ErrorFeedback(Algorithm):
             Whether there was a round: not if all ranks stand still.
         """
         total = self.samples.clone()
-        if not num_active(self.net, active=active, counts=total):
+        num = num_active(self.net, active=active, counts=total)
+        if not num:
             return False
+        own, whole = (int(self.samples), int(total)) if len(total) else (int(active), num)
+        self.num_others = whole / own - 1 if own else 0.0
         self.begin_local_steps(x)
         torch.sub(self.base, x, out=x)
         weigh(self.net, x, self.samples, total)

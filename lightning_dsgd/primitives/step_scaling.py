@@ -29,10 +29,12 @@ Sends at most |x| / 30 of fp32 weights each time.  Memory: |x|, and two numbers 
 
 **Exchanges that tell it.**  Ok-Topk exchanges the changes of one step and sends none of these
 messages.  At the places that are chosen a rank has v of its own, accumulated, and learns T, the sum
-over all ranks.  So c_b = sum v (T - v) / ((P - 1) sum v v), in blocks of 1,024 entries.  What is
-compared so has accumulated over several steps; a decay is a part of it.  Each rank has a c of its
-own, which needs no message and loses nothing: all that a rank's steps put into its residual is
-applied, whatever f was.
+over all ranks.  So c_b = sum v (T - v) / (o sum v v), in blocks of 1,024 entries.  Here o says how
+much the others' changes count in T for each unit that the rank's own count: P - 1 where all count
+alike, less for a rank with more samples, or where others have run out of data.  A rank with o = 0
+learns nothing.  What is compared so has accumulated over several steps; a decay is a part of it.
+Each rank has a c of its own, which needs no message and loses nothing: all that a rank's steps put
+into its residual is applied, whatever f was.
 
 A weight decay that torch's AdamW, NAdam or RAdam subtracts from the weights is no part of u_i: the
 ranks agree on it already.  In no paper that this package implements.
@@ -56,7 +58,7 @@ BLOCK: Final = 32
 EXCHANGED_BLOCK: Final = 1024
 """The same where exchanges tell c: of a density of 3%, about 30 entries."""
 EVERY: Final = 4
-"""One entry of so many is sent."""
+"""One entry of so many is sent, or compared in a dense exchange."""
 KEPT: Final = 0.95
 """The share of a sum that stays with each message."""
 WIRE: Final = "int4"
@@ -136,10 +138,18 @@ class Similarity:
         for total, each in ((self.own, own), (self.shared, shared)):
             total.mul_(kept).add_(is_new).add_(each)
 
-    def compare(self, places: Tensor, mine: Tensor, sums: Tensor) -> None:
-        """Adds what this rank has at some places, and what all ranks have there in sum."""
+    def compare(self, places: Tensor, mine: Tensor, sums: Tensor, num_others: float) -> None:
+        """Adds what this rank has at some places, and what all ranks have there in sum.
+
+        Args:
+            places: the places
+            mine: what this rank has there
+            sums: what all ranks have there
+            num_others: how much the others count for each unit that this rank counts
+        """
+        if not num_others:
+            return
         mine, blocks = mine.to(self.own), places // self.block
-        num_others = self._world_size - 1
         own, shared = (
             torch.zeros_like(self.own).index_add_(0, blocks, mine * each)
             for each in (mine * num_others, sums.to(mine) - mine)

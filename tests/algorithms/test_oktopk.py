@@ -14,7 +14,7 @@ from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
-from lightning_dsgd.primitives.step_scaling import StepScaling, made_for
+from lightning_dsgd.primitives.step_scaling import ScaledSteps, StepScaling, made_for
 from lightning_dsgd.simulated import RankFailed, SimulatedWorld
 from lightning_dsgd.transport import PeerLost
 from tests.support.rank import Rank
@@ -389,6 +389,45 @@ def test_a_resume_goes_on_with_the_same_factors() -> None:
     for rank, again in zip(through, resumed, strict=True):
         assert again["factors"] == rank["factors"]
         assert torch.equal(again["x"], rank["x"])
+
+
+def factors_after(
+    net: Any, make: Make, num_steps: list[int], samples: list[int] | None, *, alike: bool
+) -> Tensor:
+    """The factors of steps that the ranks make alike, or each of its own noise."""
+    conditions = Conditions(samples=None if samples is None else torch.tensor(samples[net.rank]))
+    rank = Rank(net, make(), torch.zeros(2000), conditions)
+    scaling = made_for(rank.algorithm, net.sub("steps"), rank.x)
+    for step in range(num_steps[net.rank]):
+        rank.algorithm.before_update(rank.x, rank.x[:0])
+        scaling.update_begins(rank.x)
+        rank.x += normal(0 if alike else net.rank, step, 2000, net.world_size)
+        scaling.update_ends(rank.x)
+        rank.algorithm.after_update(rank.x)
+    rank.settle()
+    assert isinstance(scaling, ScaledSteps)
+    return scaling.factors()
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 40])
+@pytest.mark.parametrize(
+    ("num_steps", "samples"), [([40] * 3, [4, 1, 1]), ([40, 10, 10], None), ([40, 10, 10], [2] * 3)]
+)
+def test_ranks_that_agree_are_not_scaled_where_they_count_differently(
+    num_steps: list[int], samples: list[int] | None, warmup_steps: int
+) -> None:
+    """They have more samples than others, or others have run out of data."""
+    make = partial(SCALED, warmup_steps=warmup_steps)
+    for factors in SimulatedWorld(3).run(
+        partial(factors_after, alike=True), make, num_steps, samples
+    ):
+        torch.testing.assert_close(factors, torch.ones(2), rtol=0, atol=0.02)
+
+
+def test_dense_exchanges_tell_the_factors_too() -> None:
+    make = partial(SCALED, warmup_steps=40)
+    for factors in SimulatedWorld(3).run(partial(factors_after, alike=False), make, [40] * 3, None):
+        torch.testing.assert_close(factors, torch.full((2,), 3**0.5), rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("options", [{"local_steps": 2}, {"rule": "paper"}])

@@ -143,7 +143,7 @@ def test_exchanges_tell_how_similar_steps_are(world_size: int) -> None:
         noise = torch.randn(world_size, len(shared), generator=draw)
         v = common + (1 - shared).sqrt() * noise
         places = torch.randperm(len(shared), generator=draw)[: len(shared) // 4]
-        known.compare(places, v[0, places], v.sum(0)[places])
+        known.compare(places, v[0, places], v.sum(0)[places], world_size - 1)
     expected = 1 / (torch.tensor([0.0, 0.3, 1.0]) * (1 - 1 / world_size) + 1 / world_size).sqrt()
     torch.testing.assert_close(known.factors(), expected, rtol=0.1, atol=0)
 
