@@ -222,8 +222,9 @@ def abort(groups: Sequence[Any], port: Port) -> None:
     threads = [threading.Thread(target=end, args=(group,), daemon=True) for group in groups]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + CLOSE_TIMEOUT_S
     for thread in threads:
-        thread.join(CLOSE_TIMEOUT_S)
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class NativeCollective(Expected, ABC):

@@ -58,7 +58,8 @@ class ProcessGroupTransport(ProcessTransport):
         self._may = device.type in native_devices
         is_native = self._may and self._has == self._wants and dist.get_world_size() > 1
         # The groups are made before anything can use them, and on all ranks alike.
-        groups = [make_group(device, timeout_s) for _ in range(NUM_COLOURS * is_native)]
+        num_groups = NUM_COLOURS if is_native else 0
+        groups = [make_group(device, timeout_s) for _ in range(num_groups)]
         try:
             wire, limits = wire or TCPWire(), (timeout_s, heartbeat_timeout_s)
             super().__init__(dist.get_rank(), dist.get_world_size(), wire, *limits, device)

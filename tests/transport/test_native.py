@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dsgd.devices import until
-from lightning_dsgd.transport import PeerLost, Timeout, TransportError
+from lightning_dsgd.devices import HOST, until
+from lightning_dsgd.transport import PeerLost, Timeout, TransportError, native
 from lightning_dsgd.transport.native import NativeCollective
 from lightning_dsgd.transport.processes import CPU
 from lightning_dsgd.transport.view import View
@@ -46,6 +48,20 @@ def test_torch_sums_under_mpiexec_too(python: str, mpi_jobs: Callable[[str], MPI
     line = "Messages travel over MPI; gloo makes sums, and carries what partners exchange."
     world = MPIWorld(job=mpi_jobs(python), native_devices=("cpu",))
     assert world.run(3, sum_by_torch) == [line] * 3
+
+
+class HungGroup:
+    """Its abort does not come back."""
+
+    def abort(self) -> None:
+        threading.Event().wait(3.0)
+
+
+def test_aborts_that_hang_are_left_behind_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "CLOSE_TIMEOUT_S", 0.5)
+    begin = time.monotonic()
+    native.abort([HungGroup() for _ in range(8)], HOST)
+    assert 0.5 <= time.monotonic() - begin < 2.0
 
 
 def in_groups(net: Any, device: torch.device = CPU) -> list[float]:
