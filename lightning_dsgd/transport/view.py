@@ -85,7 +85,8 @@ class View(Endpoint):
         Args:
             net: the network below
             views: the members of each view
-            sums_in_lanes: whether lanes may sum by the engine of `net`; else by messages
+            sums_in_lanes: whether lanes may sum, and exchange parts, by the engine of `net`; else
+                by messages
         """
         view = cls(net, next(members for members in views if net.rank in members))
         view._sums_in_lanes = sums_in_lanes
@@ -97,6 +98,7 @@ class View(Endpoint):
         twin._take(below, self.members, self.number)
         twin._sums_in_lanes = self._sums_in_lanes
         twin._may_sum = self._may_sum and (self._sums_in_lanes or not is_lane)
+        twin.sum_engine = below.sum_engine if twin._may_sum else ""
         return twin
 
     # ---- messages ----
@@ -135,7 +137,7 @@ class View(Endpoint):
         x: Tensor,
         to_each: Sequence[int] | None,
     ) -> Work[Tensor] | None:
-        if not self._has_all:
+        if not self._may_sum:
             return None
         return self.below.spread_natively(self._below(call), into, from_each, x, to_each)
 

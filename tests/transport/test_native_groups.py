@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.primitives import quantised
 from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import PeerLost, native_groups
 from lightning_dsgd.transport.native import NativeCollective
 from lightning_dsgd.transport.native_groups import InShards, total
 from lightning_dsgd.transport.processes import CPU
+from lightning_dsgd.transport.view import View
 from tests.support.fake_device import FakeDevice
 from tests.support.rank import Rank
 from tests.support.thorough import cases
@@ -159,13 +161,48 @@ def test_no_weights_of_wagma_travel_over_tcp_at_any_number_of_ranks(
         assert by_engine >= steps * N * 4 / 2
 
 
-def test_the_weights_are_those_of_messages() -> None:
-    options = {"group_size": 3, "sync_period": 1000}
-    by_messages, by_torch = (w.run(5, train, options, 6) for w in (ProcessWorld(), WORLD))
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (5, {"group_size": 3, "sync_period": 1000}),
+        (4, {"group_size": 2, "node_size": 2, "sync_period": 1, "wire_dtype": "int8"}),
+    ],
+)
+def test_the_weights_are_those_of_messages(world_size: int, options: dict[str, Any]) -> None:
+    worlds = ProcessWorld(), WORLD
+    by_messages, by_torch = (w.run(world_size, train, options, 6) for w in worlds)
     for mine, theirs in zip(by_messages, by_torch, strict=True):
         assert mine[0].equal(theirs[0])
         in_sums = mine[1] - theirs[1]
         assert abs(in_sums - theirs[2]) < 1000, "but for activations, as many bytes as in messages"
+
+
+def average_in_columns(net: Any, sums_in_lanes: bool) -> list[tuple[str, set[str]]]:
+    """Averages rounded values over some of the ranks, in two threads.
+
+    Returns, for each thread, what the network says of its sums, and what has carried them.
+    """
+    columns = View.one_of(net.sub("columns"), [[0, 2], [1, 3]], sums_in_lanes=sums_in_lanes)
+    found = []
+
+    def average(column: Any) -> None:
+        before = {name: traffic.bytes for name, traffic in net.counters.sent.items()}
+        x = noise(1000, seed=net.rank)
+        quantised.average(column, x, quantised.residual_of(column, x, "int8"), "int8")
+        after = {name: traffic.bytes for name, traffic in net.counters.sent.items()}
+        used = {name for name, sent in after.items() if sent > before.get(name, 0)}
+        found.append((column.sum_engine, used))
+
+    average(columns)
+    columns.spawn_lane(average).join()
+    net.barrier().wait()
+    return found
+
+
+def test_rounded_sums_of_some_ranks_travel_as_their_network_says() -> None:
+    by_engine, by_messages = ("gloo", {"gloo"}), ("", {"TCP"})
+    for sums_in_lanes, in_lane in [(True, by_engine), (False, by_messages)]:
+        assert WORLD.run(4, average_in_columns, sums_in_lanes) == [[by_engine, in_lane]] * 4
 
 
 # ---- what ends a wait ----
