@@ -241,7 +241,12 @@ def leave_loaders_out(checkpoint: Mapping[str, Any]) -> None:
 def restore_from(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """Has the Trainer restore this checkpoint where it would restore a file's."""
     trainer._checkpoint_connector._loaded_checkpoint = checkpoint
-    trainer.fit_loop._combined_loader = None  # if an optimizer's schedule has asked for its length
+    forget_loader(trainer)  # if an optimizer's schedule has asked for its length
+
+
+def forget_loader(trainer: Any) -> None:
+    """Has the loader of the training made and prepared anew, if that was done already."""
+    trainer.fit_loop._combined_loader = None
 
 
 def be_silent() -> None:

@@ -171,6 +171,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
             if self._layer_sync is not None:
                 refusals.check_sync_batchnorm(self.algorithm, self.root_device)
         self._claiming = self._claim(trainer) if is_fitting and self._data == "claimed" else None
+        if is_fitting and (self._takes_units or self._claiming is not None):
+            seams.forget_loader(trainer)  # if a hook has asked for its length: it is no stand-in
         super().setup(trainer)
         trainer.callbacks.insert(0, self._hooks)
         joint.take_validation_data(trainer, partial(refusals.check_validation_data, self.session))

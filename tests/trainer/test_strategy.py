@@ -71,6 +71,28 @@ def test_a_loader_may_be_prepared_before_there_is_a_training(name: str) -> None:
     assert waiting.process_dataloader(given) is given
 
 
+class Asks(Plain):
+    """Asks in its first hook how many steps there will be, for which its loader is prepared."""
+
+    def setup(self, stage: str) -> None:
+        self.planned = int(self.trainer.estimated_stepping_batches)
+
+
+def fit_asked() -> list[tuple[int, int, str]]:
+    """How many steps were planned and made, and what the loop has read."""
+    found = []
+    for name, options in ("balanced", {}), ("local_sgd", {"data": "claimed"}):
+        model, ran = fit(name, Asks, options=options)
+        found.append((model.planned, ran.global_step, type(ran.train_dataloader).__name__))
+    return found
+
+
+def test_a_hook_may_ask_for_the_number_of_steps_before_batches_are_dealt() -> None:
+    [found] = run(1, fit_asked)
+    assert [name for *_, name in found] == ["BalancedLoader", "ClaimedLoader"]
+    assert all(planned == made for planned, made, _ in found)
+
+
 # ---- manual optimization, several optimizers ----
 class Manual(Plain):
     def __init__(self) -> None:
