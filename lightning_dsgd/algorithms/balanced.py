@@ -281,7 +281,8 @@ class Balanced(Algorithm):
 
     def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
         if self.kept is not None and "kept" in state:
-            share = self._num_homes / state["num_homes"]
+            # Before there were homes, a step had the batches of the ranks that saved.
+            share = self._num_homes / state.get("num_homes", num_ranks)
             self.kept.add_(state["kept"].to(self.kept), alpha=share)
 
     def stop(self) -> None:

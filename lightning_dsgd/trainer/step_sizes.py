@@ -34,9 +34,12 @@ def kept(trainer: Any, checkpoint: dict[str, Any], num_ranks: int) -> int:
         num_ranks: how many ranks there are now
     """
     step = checkpoint.get(_STEP)
-    if step is None or step["homes"] == num_ranks:
+    if step is None:
         return num_ranks
-    num_homes, num_batches = int(step["homes"]), int(step["batches"])
+    # Before there were homes, a step had the batches of the ranks that saved.
+    num_homes, num_batches = int(step.get("homes") or step["ranks"]), int(step["batches"])
+    if num_homes == num_ranks:
+        return num_ranks
     if not seams.schedules_accumulation(trainer):
         trainer.accumulate_grad_batches = num_batches
     rank_zero_info(

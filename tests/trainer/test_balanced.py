@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_dsgd as dsgd
 import lightning_dsgd.pytorch_lightning as twins
+from lightning_dsgd.trainer import step_sizes
 from lightning_dsgd.trainer.named import strategy_of
 from tests.support.fits import LATER, Plain, errors, fit, fp16, run, strategy
 from tests.support.models import loader, trainer, weights
@@ -214,6 +215,13 @@ def test_a_resume_on_other_ranks_keeps_the_batch_of_a_step(
     for resumed, same_steps, accumulate in run(now, fit_to_resume, str(tmp_path), path):
         assert (same_steps, accumulate) == (num_steps, 2)
         torch.testing.assert_close(straight, resumed, rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_from_before_there_were_homes_keeps_the_batch_of_a_step() -> None:
+    ran = trainer("auto", 1)
+    saved = {"lightning_dsgd_step": {"ranks": 3, "batches": 2}}
+    assert (step_sizes.kept(ran, saved, 3), ran.accumulate_grad_batches) == (3, 1)
+    assert (step_sizes.kept(ran, saved, 2), ran.accumulate_grad_batches) == (3, 2)
 
 
 def test_lightnings_own_strategies_resume_from_its_checkpoints(tmp_path: Path) -> None:

@@ -157,10 +157,11 @@ def test_what_is_rounded_off_is_added_to_the_next_sum(wire_dtype: str) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 3, 4, 5])
 def test_what_is_rounded_off_outlives_a_resume_on_any_number_of_ranks(num_ranks: int) -> None:
     before = run(4, 1, 2, lambda rank, step: 0.1, wire_dtype="int8")
-    states = [{name: rank[name] for name in ("kept", "num_homes")} for rank in before]
+    states = [{"kept": rank["kept"]} for rank in before]  # as before there were homes
     for num_homes in (num_ranks, 4):  # as a loop of one's own makes a step, and as the Trainer does
         options: dict[str, Any] = {"wire_dtype": "int8", "num_homes": num_homes}
         ranks = run(num_ranks, 2, 2, lambda rank, step: 0.1, before=states, **options)
+        states = [state | {"num_homes": 4} for state in states]
         given = sum(rank["own"] for rank in ranks) / num_homes + sum(s["kept"] for s in states) / 4
         kept = sum(rank["kept"] for rank in ranks) / num_homes
         torch.testing.assert_close(ranks[0]["applied"] + kept, given, rtol=1e-12, atol=1e-12)
