@@ -94,7 +94,7 @@ def run(folder: Path, options: list[str] | None) -> tuple[float, float]:
 class Event:
     """An event that has passed, and does nothing."""
 
-    def record(self) -> None: ...
+    def record(self, stream: None) -> None: ...
     def synchronize(self) -> None: ...
 
     def query(self) -> bool:
@@ -106,7 +106,7 @@ class Event:
 
 def marks_s(steps: int = 2000) -> float:
     """Returns what the marks of a step take of the training thread, and their record."""
-    parts = DeviceParts(DeviceTimes(Event))
+    parts = DeviceParts(DeviceTimes(Event, lambda: None))
     parts.begin()
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder), 0, RANKS, time.monotonic, max_mb=1000)

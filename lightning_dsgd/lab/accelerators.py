@@ -119,14 +119,18 @@ class DeviceTimes(Times):
 
     Args:
         event: makes an event that has a time
+        stream: returns the stream into which a mark is put
         host_s: the host's clock
     """
 
     def __init__(
-        self, event: Callable[[], Any], host_s: Callable[[], float] = time.monotonic
+        self,
+        event: Callable[[], Any],
+        stream: Callable[[], Any],
+        host_s: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(host_s)
-        self._event = event
+        self._event, self._stream = event, stream
         self._free: deque[Any] = deque(maxlen=_MOST_FREE)
         self._last = self.mark()
         self._last.synchronize()
@@ -138,7 +142,7 @@ class DeviceTimes(Times):
             event = self._free.popleft()
         except IndexError:
             event = self._event()
-        event.record()
+        event.record(self._stream())
         return event
 
     def seconds(self, marks: Sequence[Any]) -> list[float] | None:
@@ -157,6 +161,9 @@ class DeviceTimes(Times):
 def times_of(device: torch.device) -> Times:
     """Returns the clock of a device's work; the host's for a device that has no such events."""
     if device.type == "cuda":
-        return DeviceTimes(functools.partial(torch.cuda.Event, enable_timing=True))
-    event = getattr(port_of(device), "timed_event", None)
-    return Times() if event is None else DeviceTimes(event)
+        # A thread may work on another device than its model, and threads use each other's events.
+        stream = functools.partial(torch.cuda.current_stream, device)
+        return DeviceTimes(functools.partial(torch.cuda.Event, enable_timing=True), stream)
+    port: Any = port_of(device)
+    event = getattr(port, "timed_event", None)
+    return Times() if event is None else DeviceTimes(event, port.current)

@@ -99,14 +99,14 @@ class TimedEvent:
         self._passed, self._passed_s = threading.Event(), 0.0
         device.timed_events += 1
 
-    def record(self) -> None:
+    def record(self, stream: FakeStream) -> None:
         self._passed = passed = threading.Event()
 
         def passes() -> None:
             self._passed_s = time.monotonic()
             passed.set()
 
-        self._device.current().queue.put(passes)
+        stream.queue.put(passes)
 
     def query(self) -> bool:
         return self._passed.is_set()

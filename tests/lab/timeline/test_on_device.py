@@ -96,6 +96,44 @@ def test_nothing_is_marked_on_a_cpu() -> None:
     assert [*parts.end_step(1)] == []
 
 
+class OneDevicesEvent:
+    """As torch's: streams of another device than the first one's must not record it."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.device: Any = None
+
+    def record(self, stream: Any = None) -> None:
+        device = (stream or torch.cuda.current_stream()).device
+        assert self.device in (None, device), "torch raises an error"
+        self.device = device
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: OneDevicesEvent) -> float:
+        assert self.device == later.device, "torch raises an error"
+        return 0.0
+
+
+def test_threads_that_work_on_another_device_share_the_events_of_the_models() -> None:
+    """A script need not call `torch.cuda.set_device`, but autograd's threads do."""
+    models, current = torch.device("cuda", 1), [torch.device("cuda", 0)]
+
+    def stream(device: Any = None) -> Any:
+        return mock.Mock(device=device or current[0])
+
+    with mock.patch.multiple(torch.cuda, Event=OneDevicesEvent, current_stream=stream):
+        times = times_of(models)
+        for device in (torch.device("cuda", 0), models, models, torch.device("cuda", 0)):
+            current[0] = device
+            mark = times.mark()
+            assert mark.device == models
+            assert times.seconds([mark]) is not None
+
+
 def time_on_accelerator(net: Any, device: torch.device) -> list[tuple[str, float]]:
     spin(device, 1e-3)  # finds out how fast it is, and waits for that
     parts = DeviceParts(times_of(device))
