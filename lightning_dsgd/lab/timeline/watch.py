@@ -170,8 +170,9 @@ class Watch:
                     self.recorder.note("running", running)
             self.recorder.end_step(number)
 
-    def _comes_to_forward(self, *_: Any) -> None:
-        self._forward_s = self.comes_to_meet()
+    def _comes_to_forward(self, ddp: Any, *_: Any) -> None:
+        # With accumulation DDP does not send buffers again before it has summed.
+        self._forward_s = self.comes_to_meet() if ddp.will_sync_module_buffers() else None
 
     def _is_in_forward(self, *_: Any) -> None:
         begin_s, self._forward_s = self._forward_s, None

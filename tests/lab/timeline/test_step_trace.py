@@ -223,6 +223,22 @@ def loop(folder: Path | None, face: str) -> float:
     return loss.item()
 
 
+def accumulate(folder: Path) -> None:
+    """Steps of three batches, with buffers, which DDP sends once a step."""
+    model = DistributedDataParallel(nn.BatchNorm1d(3))
+    with LoopTrace(folder, model) as trace:
+        for number, x in enumerate(trace.batches(torch.randn(12, 4, 3).unbind())):
+            with contextlib.nullcontext() if number % 3 == 2 else model.no_sync():
+                model(x).square().mean().backward()
+
+
+def test_buffers_that_ddp_does_not_send_are_no_meeting(tmp_path: Path) -> None:
+    FitWorld().run(2, accumulate, tmp_path)
+    for trace in read_folder(tmp_path):
+        assert [len(step.forward) for step in trace.steps] == [3] * 4
+        assert [len(step.exchange) for step in trace.steps] == [2] * 4  # buffers, and the sum
+
+
 @pytest.mark.parametrize("face", ["plain", "fabric, shards"])
 def test_a_loop_is_recorded_and_judged(face: str, tmp_path: Path) -> None:
     losses = FitWorld().run(2, loop, tmp_path, face)
