@@ -65,10 +65,11 @@ class _Events:
         self._end_step()
         self._goes_on()
 
-    def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        """Notes an evaluation, which began with the event before."""
+    def on_prediction_step(self: Any, *_: Any, **__: Any) -> None:
+        """Notes an evaluation, which began with the event before; on the device, just now."""
         if self._evaluating_s is None:
             self._evaluating_s = self._since_s
+            self._turn_to("evaluate")
 
     def on_evaluate(self: Any, *_: Any, **__: Any) -> None:
         """Notes the end of an evaluation."""
@@ -76,9 +77,10 @@ class _Events:
         self._has_evaluated(self._since_s if began_s is None else began_s)
         self._goes_on()
 
-    def on_predict(self, *_: Any, **__: Any) -> None:
+    def on_predict(self: Any, *_: Any, **__: Any) -> None:
         """Notes the end of a prediction, which is no evaluation."""
         self._evaluating_s = None
+        self._turn_to("")
         self._goes_on()
 
     def on_train_end(self: Any, *_: Any, **__: Any) -> None:

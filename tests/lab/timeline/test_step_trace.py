@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -271,6 +272,15 @@ def test_a_loop_is_recorded_and_judged(face: str, tmp_path: Path) -> None:
         assert "wagma" not in remedies_
     else:  # where processors are short, no strategy is named
         assert "wagma" in remedies_ or "cores" in remedies_
+
+
+@pytest.mark.parametrize("end", ["on_evaluate", "on_predict"])
+def test_an_evaluation_of_hugging_faces_is_a_part_of_its_device(end: str, tmp_path: Path) -> None:
+    trace: Any = LoopTrace(tmp_path)
+    with mock.patch.object(trace, "_turn_to") as turn_to:
+        for event in ("on_prediction_step", "on_prediction_step", end):
+            getattr(trace, event)()
+    assert turn_to.mock_calls == [mock.call("evaluate"), mock.call("")]
 
 
 def test_what_is_no_ddp_is_refused(tmp_path: Path) -> None:
