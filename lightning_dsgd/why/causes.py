@@ -162,6 +162,6 @@ def place_of(frames: Sequence[Frame]) -> str:
     """Returns where a rank is in the user's code, in words."""
     frame = users_frame(frames)
     if frame is None:
-        return "at an unknown line"
+        return "an unknown line"
     text = f": `{frame.text}`" if frame.text else ""
     return f"{_place(frame)} in {frame.function}{text}"

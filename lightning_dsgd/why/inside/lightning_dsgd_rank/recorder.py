@@ -106,8 +106,10 @@ class Recorder:
     # ---- what the rank does ----
 
     def joins(self, world_size: int | None) -> None:
-        """Records that the rank has called `init_process_group`."""
-        self._tell(stage="joining", world_size=world_size or self._state["world_size"])
+        """Records that the rank has called `init_process_group`, and where."""
+        frames = _frames_of_main()  # it may end before the first beat
+        known = world_size or self._state["world_size"]
+        self._tell(stage="joining", world_size=known, frames=frames)
 
     def has_joined(self, rank: int, world_size: int) -> None:
         """Records that the rank is one of a process group."""
@@ -117,7 +119,7 @@ class Recorder:
                 self._rank = rank
                 self._open()
         self._groups.has_begun = True
-        self._tell(stage="joined", rank=rank, world_size=world_size)
+        self._tell(stage="joined", rank=rank, world_size=world_size, frames=_frames_of_main())
 
     def has_steps(self, text: str) -> None:
         """Records why the steps of this rank are not recorded, or not any more."""
