@@ -32,7 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lightning_dsgd.lab.timeline.clocks import boot_id, offset_by_meetings
 from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, Recorder
 from lightning_dsgd.lab.timeline.shards import num_weights
-from lightning_dsgd.lab.timeline.watch import Watch, device_of, is_on_host, items_in, watched_in
+from lightning_dsgd.lab.timeline.watch import Watch, device_of, items_in, may_be_copied, watched_in
 
 T = TypeVar("T")
 _NEEDED: Final = "LoopTrace needs a model in DistributedDataParallel, or sharded by FSDP"
@@ -289,7 +289,7 @@ class LoopTrace(_Events):
 
     def _may_copy(self, batch: Any) -> None:
         """Notes that a batch is there, which may have to be copied before the forward pass."""
-        if self._watch is not None and self._watch.parts.is_on and is_on_host(batch):
+        if self._watch is not None and self._watch.parts.is_on and may_be_copied(batch):
             self._watch.parts.turn_to("copy")
 
     def _turn_to(self, part: str) -> None:

@@ -75,7 +75,6 @@ class UnaskedLoop(LoopTrace):
         self._evaluating_s: float | None = None
         self._is_loading = False
         self._sees_forward = False
-        self._met_s: float | None = None
         self._undo: list[Callable[[], None]] = []
 
     def begin(self, model: Any) -> None:
@@ -222,13 +221,11 @@ class UnaskedLoop(LoopTrace):
 
     def _asks_for_buffers(self) -> None:
         assert self._watch is not None
-        model: Any = self._model
-        has_buffers = model.will_sync_module_buffers()
-        self._met_s = self._watch.comes_to_meet() if has_buffers else None
+        self._watch.comes_to_forward(self._model)
 
     def _is_in_forward(self) -> None:
-        if self._met_s is not None and self._watch is not None:
-            self._watch.has_buffers(self._met_s)
+        if self._watch is not None:
+            self._watch.is_in_forward()
 
     def _after_forward(self, forward: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
         returned = forward()

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dsgd.devices import port_of
+from lightning_dsgd.devices import is_on_host, port_of
 from lightning_dsgd.lab.accelerators import DeviceTimes, times_of
 from lightning_dsgd.lab.timeline import processors
 from lightning_dsgd.lab.timeline.calls import Meetings, Pauses
@@ -95,8 +95,8 @@ class Watch:
         if has_buffers:
             # Before a forward pass DDP waits for the buffers of rank 0.
             self._handles = [
-                model.register_forward_pre_hook(self._comes_to_forward),
-                model.module.register_forward_pre_hook(self._is_in_forward),
+                model.register_forward_pre_hook(self.comes_to_forward),
+                model.module.register_forward_pre_hook(self.is_in_forward),
             ]
 
     def of_processors(self) -> dict[str, Any]:
@@ -170,26 +170,25 @@ class Watch:
                     self.recorder.note("running", running)
             self.recorder.end_step(number)
 
-    def _comes_to_forward(self, ddp: Any, *_: Any) -> None:
+    def comes_to_forward(self, ddp: Any, *_: Any) -> None:
+        """Notes that DDP begins a forward pass, where it may have to wait for rank 0's buffers."""
         # With accumulation DDP does not send buffers again before it has summed.
         self._forward_s = self.comes_to_meet() if ddp.will_sync_module_buffers() else None
 
-    def _is_in_forward(self, *_: Any) -> None:
-        begin_s, self._forward_s = self._forward_s, None
-        if begin_s is not None:
-            self.has_buffers(begin_s)
+    def is_in_forward(self, *_: Any) -> None:
+        """Notes that DDP has sent rank 0's buffers, or, on a device, has queued that."""
+        came_s, self._forward_s = self._forward_s, None
+        if came_s is None:
+            return
+        self.parts.turn_to(self._part)
+        if self.is_on_host:
+            self.met(came_s)
 
     def comes_to_meet(self) -> float:
         """Notes that the thread comes to where its rank meets all others; returns when."""
         if self.is_ddp:  # FSDP calls its collectives on streams of their own
             self._part = self.parts.turn_to("meet")
         return self.comes()
-
-    def has_buffers(self, came_s: float) -> None:
-        """Notes that DDP has sent rank 0's buffers, or, on a device, has queued that."""
-        self.parts.turn_to(self._part)
-        if self.is_on_host:
-            self.met(came_s)
 
     def _has_met(self, came_s: float) -> None:
         """Notes that a collective of torch's is over, or, on a device, is queued."""
@@ -236,9 +235,9 @@ def items_in(batch: Any) -> int:
     return sum(x.numel() for x in _tensors_in(batch))
 
 
-def is_on_host(batch: Any) -> bool:
+def may_be_copied(batch: Any) -> bool:
     """Returns whether any tensor of a batch is in the memory of the CPU."""
-    return any(x.device.type == "cpu" for x in _tensors_in(batch))
+    return any(map(is_on_host, _tensors_in(batch)))
 
 
 def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
