@@ -136,16 +136,15 @@ class Replica:
         is_alone = len(self._optimizers) == len(flats) == 1
         self._conditions = replace(self._conditions, is_whole=is_alone and self._holds_all)
         self._parts[id(optimizer)] = [
-            Part(
-                weights,
-                algorithm := self._start(weights, optimizer),
-                self._start_scaling(weights, algorithm),
-                optimizer,
-                takes_pieces=self._pattern.traits.takes_pieces,
-            )
-            for weights in widened(flats, self._pattern)
+            self._part(weights, optimizer) for weights in widened(flats, self._pattern)
         ]
         self._trained[id(optimizer)] = list(map(id, mine))
+
+    def _part(self, weights: flat.FlatParameters, optimizer: Optimizer) -> Part:
+        algorithm = self._start(weights, optimizer)
+        scaling = self._start_scaling(weights, algorithm)
+        takes_pieces = self._pattern.traits.takes_pieces
+        return Part(weights, algorithm, scaling, optimizer, takes_pieces=takes_pieces)
 
     def _start(self, weights: flat.FlatParameters, optimizer: Optimizer) -> Algorithm:
         self._num_builds += 1
