@@ -128,10 +128,10 @@ class Sink:
         self._window = window
 
     def begin(self, header: bytes) -> None:
-        """Forgets it."""
+        """Takes the header of a message, of which nothing is kept."""
 
     def add(self, chunk: Tensor, *, is_last: bool) -> Done[None]:
-        """It has left, and was taken."""
+        """Says that a chunk has left, and that its receiver has taken it."""
         self._window.hear_taken(0, len(chunk))
         return Done(None)
 

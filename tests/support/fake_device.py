@@ -254,7 +254,7 @@ class FakeDevice:
         self.spun: list[float] = []
         """How long each kernel was to spin."""
         self.timed_events = 0
-        """How many were made."""
+        """How many events that have a time this device has made."""
         self.longest_pause_s = longest_pause_s
         self._random = random.Random(seed)
         self._of_thread = threading.local()

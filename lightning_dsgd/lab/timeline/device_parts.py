@@ -45,14 +45,14 @@ class DeviceParts:
         """The last mark that was read: the part that begins there, when, and the step."""
 
     def begin(self) -> None:
-        """Begins to time parts."""
+        """Times the device's parts from now on, and forgets those before."""
         self._of_step = []
         self._under_way.clear()
         self._part, self._at = "", ("", 0.0, 0)
         self.is_on = self._has_clock
 
     def end(self) -> None:
-        """Times no more."""
+        """Times the device's parts no more; marks that are queued are not read."""
         self.is_on = False
 
     def turn_to(self, part: str) -> str:
