@@ -14,14 +14,12 @@ more, and what `training_step` returned for it.  Where there is none before, `tr
 called with the rank's own batch for them alone.  Units beyond one a slot are seen by
 `training_step` and by the hooks of a backward pass, not by the hooks of a batch.
 
-**Logs of a step.**  What `training_step` logs with `on_step=True` is, after the step, the mean over
-the units that this rank has computed, and with `sync_dist=True` over all ranks' units.
+What a step logs: see `step_logs`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Unpack
@@ -31,7 +29,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dsgd import keywords
-from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms.balanced import Balanced
 from lightning_dsgd.data.loaders import StandIn
@@ -39,13 +36,15 @@ from lightning_dsgd.data.units.balancing import Balancing, longest
 from lightning_dsgd.data.units.loaders import UnitLoader, check, check_can_draw_for_others
 from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.session.options import check_is_first
-from lightning_dsgd.trainer import joint, seams, step_sizes
+from lightning_dsgd.session.under_way import opened
+from lightning_dsgd.trainer import seams, step_sizes
 from lightning_dsgd.trainer.arguments import TrainerOptions
-from lightning_dsgd.trainer.strategy import DecentralizedStrategy
-from lightning_dsgd.trainer.torchmetrics_of_steps import StepMetrics
+from lightning_dsgd.trainer.sessions import TrainerTraining
+from lightning_dsgd.trainer.step_logs import StepLogs
+from lightning_dsgd.trainer.strategy import DecentralizedMixin, DecentralizedStrategy
 
 
-class BalancedMixin:
+class BalancedMixin(DecentralizedMixin):
     """Trains with `Balanced`: the ranks share the micro-batches of each step.
 
     Args:
@@ -53,6 +52,7 @@ class BalancedMixin:
         **given: the options in `TrainerOptions`
     """
 
+    algorithm: Balanced
     _takes_units: ClassVar[bool] = True
     _balancing: Balancing | None = None
     _loader: BalancedLoader | None = None
@@ -64,18 +64,18 @@ class BalancedMixin:
     def __init__(
         self, algorithm: Algorithm | str = Balanced.name, **given: Unpack[TrainerOptions]
     ) -> None:
-        super().__init__(algorithm, **given)  # type: ignore[call-arg, misc]
+        super().__init__(algorithm, **given)
 
     # ---- set-up ----
 
-    def setup(self: Any, trainer: Any) -> None:
+    def setup(self, trainer: Any) -> None:
         if trainer.state.fn == "fit":
             _check_trainer(trainer)
             self._loader, self._balancing, self._output = None, None, None
-        super().setup(trainer)  # type: ignore[misc]
+        super().setup(trainer)
 
-    def process_dataloader(self: Any, dataloader: Any) -> Any:
-        loader = super().process_dataloader(dataloader)  # type: ignore[misc]
+    def process_dataloader(self, dataloader: Any) -> Any:
+        loader = super().process_dataloader(dataloader)
         if not self._is_training:
             return loader
         check(loader)
@@ -88,14 +88,13 @@ class BalancedMixin:
         self._loader = BalancedLoader(loader, num_slots, self._slots)
         return self._loader
 
-    def _set_up_training(self: Any, trainer: Any) -> Any:
-        training = super()._set_up_training(trainer)  # type: ignore[misc]
-        algorithm = self.algorithm
+    def _set_up_training(self, trainer: Any) -> TrainerTraining:
+        training = super()._set_up_training(trainer)
         self._balancing = Balancing(
             self.session.net.sub("balancing"),
             training.replica,
             self.session.ranks,
-            backups=algorithm.backups,
+            backups=self.algorithm.backups,
             num_homes=self.num_homes,
         )
         training.balancing = self._balancing
@@ -104,43 +103,48 @@ class BalancedMixin:
     # ---- a resume on another number of ranks ----
 
     @property
-    def num_homes(self: Any) -> int:
+    def num_homes(self) -> int:
         """How many ranks would train with DDP: as many as there were when training began."""
         return int(self.world_size if self._num_homes is None else self._num_homes)
 
     @property
-    def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
-        given: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        given: dict[str, Any] = super().distributed_sampler_kwargs
         if self._num_homes is None or not self.lightning_module.trainer.training:
             return given
         return given | {"num_replicas": self.num_homes, "rank": self.global_rank % self.num_homes}
 
-    def save_checkpoint(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self._trainer is not None and "loops" in checkpoint:
             checkpoint = self.noted(checkpoint, self._trainer)
             seams.leave_loaders_out(checkpoint)
-        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+        super().save_checkpoint(checkpoint, *args, **kwargs)
 
-    def noted(self: Any, checkpoint: dict[str, Any], trainer: Any) -> dict[str, Any]:
+    def noted(self, checkpoint: dict[str, Any], trainer: Any) -> dict[str, Any]:
         return step_sizes.noted(checkpoint, trainer, self.num_homes)
 
-    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         if self.session.is_open and self._trainer_state() == "fit":
             trainer = self.lightning_module.trainer
             num_homes = step_sizes.kept(trainer, checkpoint, self.world_size)
             self._num_homes = None if num_homes == self.world_size else num_homes
         return checkpoint
 
-    def _conditions(self: Any) -> Conditions:
-        conditions: Conditions = super()._conditions()  # type: ignore[misc]
+    def _conditions(self) -> Conditions:
+        conditions: Conditions = super()._conditions()
         return replace(conditions, num_homes=self.num_homes)
+
+    @property
+    def _shared(self) -> Balancing:
+        """What shares the micro-batches of this training."""
+        return opened(self._balancing)
 
     # ---- slots ----
 
-    def _slots(self: Any) -> Iterator[Any]:
+    def _slots(self) -> Iterator[Any]:
         """Yields the batch of each slot of an epoch."""
-        trainer, balancing, loader = self._trainer, self._balancing, self._loader
+        trainer, balancing, loader = self._trainer, self._shared, opened(self._loader)
         _check_is_one(trainer.train_dataloader, loader)
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         balancing.begin_epoch(
@@ -159,72 +163,60 @@ class BalancedMixin:
                 before = balancing.own_batch()
             yield before
 
-    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         if self._begins_step:  # the hooks of a batch may have frozen parameters, or unfrozen them
             self.session.follow()
 
     # ---- units ----
 
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         has_unit = self._balancing is not None and self._balancing.unit != NONE
         if not has_unit and (self._balancing is None or self._output is not None):
             return self._output_before()
-        self._logged_before = seams.logged(self._trainer)
-        self._metrics.remember()
+        self._logs.begin_unit()
         with self._computing():
-            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        if has_unit:
-            counts = output is not None or self._balancing.finish_without_gradient()
-        else:
-            counts = False  # callbacks are to see the output of the batch that they see
+            output = super().training_step(*args, **kwargs)
+        # A slot without a unit computes for callbacks, which are to see an output of their batch.
+        counts = has_unit and (output is not None or self._shared.finish_without_gradient())
         if not counts:
-            self._forget_unit()
+            self._logs.forget_unit()
         if output is None:
             return self._output_before()
         self._output = _detached(output)
         return output if has_unit else self._output
 
-    def _output_before(self: Any) -> Any:
+    def _output_before(self) -> Any:
         """Returns what `training_step` has returned last, where there is nothing new."""
         return torch.zeros((), device=self.root_device) if self._output is None else self._output
 
     @contextlib.contextmanager
-    def _computing(self: Any) -> Iterator[None]:
+    def _computing(self) -> Iterator[None]:
         """Asks nothing of other ranks inside, as each computes as many units as it has time for."""
         self._is_in_unit = True
         try:
-            with self._metrics.asking_nobody():
+            with self._logs.metrics.asking_nobody():
                 yield
         finally:
             self._is_in_unit = False
 
-    def _forget_unit(self: Any) -> None:
-        """Forgets what a unit has logged that was computed in vain."""
-        seams.forget_logs(self._trainer, self._logged_before)
-        self._metrics.undo()
-
-    def backward(
-        self: Any, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        balancing = self._balancing
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        balancing = self._shared
         if balancing.unit == NONE:
             return closure_loss
-        self.session.training.replica.drop_gradients()
+        opened(self.session.training).replica.drop_gradients()
         loss = closure_loss if balancing.weight == 1 else closure_loss * balancing.weight
         with self._computing():
-            super().backward(loss, optimizer, *args, **kwargs)  # type: ignore[misc]
-        logs = seams.logged_since(self._trainer, self._logged_before)
-        self._first.note = int(any(how for _, how in logs.values()))
+            super().backward(loss, optimizer, *args, **kwargs)
+        self._first.note = int(self._logs.asks_all_ranks())
         if balancing.finish():
-            for key, (value, how) in logs.items():
-                self._logs.setdefault(key, (how, []))[1].append(value)
+            self._logs.keep_unit()
         else:
-            self._forget_unit()
+            self._logs.forget_unit()
         return closure_loss
 
     def optimizer_step(
-        self: Any,
+        self,
         optimizer: Optimizer,
         closure: Callable[[], Any],
         model: Any = None,
@@ -241,17 +233,17 @@ class BalancedMixin:
                 self._compute_the_rest(optimizer)
             return output
 
-        output = super().optimizer_step(optimizer, complete, model, **kwargs)  # type: ignore[misc]
-        self._show_logs()
+        output = super().optimizer_step(optimizer, complete, model, **kwargs)
+        self._logs.show(asks_all_ranks=self._first.notes > 0)
         return output
 
-    def before_update(self: Any, optimizer: Optimizer) -> None:
+    def before_update(self, optimizer: Optimizer) -> None:
         # All ranks have the same sum, so fp16's scaling overflows on all or on none.
         self.session.before_update(optimizer)
 
-    def _compute_the_rest(self: Any, optimizer: Optimizer) -> None:
+    def _compute_the_rest(self, optimizer: Optimizer) -> None:
         """Computes units until all of the step are finished, and its sum is there."""
-        trainer, balancing = self._trainer, self._balancing
+        trainer, balancing = self._trainer, self._shared
         while balancing.next_unit() != NONE:
             output = seams.training_step(trainer, balancing.batch())
             loss = output["loss"] if isinstance(output, Mapping) else output
@@ -259,34 +251,33 @@ class BalancedMixin:
 
     # ---- logs of a step ----
 
-    def on_train_start(self: Any) -> None:
-        super().on_train_start()  # type: ignore[misc]
-        self._logs: dict[str, list[float]] = {}
-        self._metrics = StepMetrics(self._trainer.lightning_module, self.world_size)
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._logs = StepLogs(self._trainer, self.session)
 
-    def reduce(self: Any, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self._is_in_unit:
             return tensor  # after the step, over all units of it
-        return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+        return super().reduce(tensor, group, reduce_op)
 
-    def barrier(self: Any, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._check_is_between_units("a barrier")
-        super().barrier(*args, **kwargs)  # type: ignore[misc]
+        super().barrier(*args, **kwargs)
 
-    def broadcast(self: Any, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._check_is_between_units("a broadcast")
-        return super().broadcast(obj, src)  # type: ignore[misc]
+        return super().broadcast(obj, src)
 
-    def all_gather(self: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._check_is_between_units("all_gather")
-        gathered: Tensor = super().all_gather(tensor, *args, **kwargs)  # type: ignore[misc]
+        gathered: Tensor = super().all_gather(tensor, *args, **kwargs)
         return gathered
 
-    def reduce_boolean_decision(self: Any, decision: bool, all: bool = True) -> bool:
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._check_is_between_units("a decision of all ranks")
-        return bool(super().reduce_boolean_decision(decision, all))  # type: ignore[misc]
+        return bool(super().reduce_boolean_decision(decision, all))
 
-    def _check_is_between_units(self: Any, what: str) -> None:
+    def _check_is_between_units(self, what: str) -> None:
         if self._is_in_unit and self.world_size > 1:
             raise ValueError(
                 "ranks compute different numbers of micro-batches, so training_step and the hooks "
@@ -296,48 +287,18 @@ class BalancedMixin:
             )
 
     @property
-    def _first(self: Any) -> Any:
+    def _first(self) -> Any:
         """The algorithm of the replica's first part."""
-        return self.session.training.replica.parts[0].algorithm
+        return opened(self.session.training).replica.parts[0].algorithm
 
-    def _show_logs(self: Any) -> None:
-        """Puts means over the step's units in the place of what was logged last."""
-        logs, self._logs = self._logs, {}
-        mine = {key: (how, [float(v) for v in values]) for key, (how, values) in logs.items()}
-        if self._first.notes:
-            theirs = self._texts_of_all(json.dumps(mine))
-            mine |= _over_all([json.loads(text) for text in theirs])
-        for key, (how, values) in mine.items():
-            seams.show_log(self._trainer, key, _reduced(how, values) if values else 0.0)
-
-    def _texts_of_all(self: Any, mine: str) -> list[str]:
-        session = self.session
-        texts: list[str] = session.ranks.together(lambda: everyones(session.meetings, mine))
-        return texts
-
-    def end_epoch(self: Any) -> None:
-        super().end_epoch()  # type: ignore[misc]
-        trainer = self._trainer
-        asked = joint.logged_over_all(trainer)
-        alone, steps = joint.logged_alone(trainer), joint.logged_for_steps(trainer)
-        theirs = [*map(json.loads, self.session.texts(json.dumps([asked, alone, steps])))]
-        known = {joint.key_of(how) for how, _ in [*asked, *alone]}
-        # Where this rank had no unit in the epoch that counts, it shows what the others have.
-        joint.log_nothing(
-            trainer,
-            [each for rank in theirs for each in rank[0] if joint.key_of(each[0]) not in known],
-        )
-        for key, (how, values) in _by_key([each for rank in theirs for each in rank[1]]).items():
-            if key not in known:
-                joint.log_as_others(trainer, how, sum(values) / len(values))
-        for key in {key for rank in theirs for key in rank[2]} - known:
-            shown = [rank[2][key] for rank in theirs if key in rank[2]]
-            joint.show_last_step(trainer, key, sum(shown) / len(shown))
+    def end_epoch(self) -> None:
+        super().end_epoch()
+        self._logs.end_epoch()
 
     # ---- the end ----
 
-    def teardown(self: Any) -> None:
-        super().teardown()  # type: ignore[misc]
+    def teardown(self) -> None:
+        super().teardown()
         self._balancing = self._loader = self._output = None
 
 
@@ -378,32 +339,6 @@ class BalancedLoader(StandIn):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes nothing over."""
-
-
-def _over_all(logs: list[dict[str, Any]]) -> dict[str, tuple[str, list[float]]]:
-    """Returns the values of all ranks that are asked of all of them."""
-    together: dict[str, tuple[str, list[float]]] = {}
-    for log in logs:
-        for key, (how, values) in log.items():
-            if how:
-                together.setdefault(key, (how, []))[1].extend(values)
-    for key, (how, values) in together.items():
-        if how == "sum":  # over ranks, and not over micro-batches
-            together[key] = how, [sum(values) / len(values) * len(logs)]
-    return together
-
-
-def _by_key(logged: list[Any]) -> dict[str, tuple[dict[str, Any], list[float]]]:
-    together: dict[str, tuple[dict[str, Any], list[float]]] = {}
-    for how, value in logged:
-        together.setdefault(joint.key_of(how), (how, []))[1].append(value)
-    return together
-
-
-def _reduced(how: str, values: list[float]) -> float:
-    if how in ("max", "min"):
-        return max(values) if how == "max" else min(values)
-    return sum(values) / len(values)
 
 
 def _detached(output: Any) -> Any:
