@@ -55,10 +55,10 @@ Series = Mapping[str, tuple[list[float], list[float]]]
 
 def in_force(strategy: Any, num_ranks: int) -> dict[str, Any]:
     """Returns all that a strategy trains with: its hyperparameters, options and transport."""
-    is_mpi = seams.is_a("MPITransport", strategy.session.net)
+    wire = getattr(strategy.session.net, "wire", None)
     given = {**strategy.algorithm.hyperparameters(), **strategy.in_force}
     plain = {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in given.items()}
-    transport = "mpi" if is_mpi else "process_group"
+    transport = "simulated" if wire is None else wire.name.split()[0]
     named = {"name": strategy.algorithm.name, "num_ranks": num_ranks}
     return {**named, **plain, "transport": transport}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,7 +14,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
-from lightning_dsgd import CheckpointArtifacts, CommunicationMonitor, StragglerInjector
+from lightning_dsgd import CheckpointArtifacts, CommunicationMonitor, LocalSGD, StragglerInjector
+from lightning_dsgd.lab import trackers
 from lightning_dsgd.replica import flat
 from tests.support.fits import Plain, fit, run, strategy
 from tests.support.models import loader, trainer, weights
@@ -147,6 +149,15 @@ def test_from_a_wandb_artifact_training_resumes_exactly(tmp_path: Path) -> None:
     assert rules["dsgd/wait_share"] == "mean"
     assert aliases == [["latest", "best"]]
     assert sorted(lines) == ["rank 0"] * 2 + ["rank 1"] * 2  # of two epochs
+
+
+@pytest.mark.parametrize("wire", ["process_group", "mpi as rank 0 of 2", "smoke"])
+def test_a_tracker_is_told_the_wire_that_carries_messages(wire: str) -> None:
+    net = SimpleNamespace(wire=SimpleNamespace(name=wire))
+    of_rank = SimpleNamespace(
+        session=SimpleNamespace(net=net), algorithm=LocalSGD(), in_force={"transport": "auto"}
+    )
+    assert trackers.in_force(of_rank, 2)["transport"] == wire.split()[0]
 
 
 def test_checkpoints_are_given_to_no_other_logger(tmp_path: Path) -> None:
