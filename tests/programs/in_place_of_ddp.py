@@ -86,15 +86,22 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
     signal.alarm(0)
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        lines = [line[1:].strip() for line in str(report.longrepr).splitlines() if line[:1] == "E"]
+        _note(report.nodeid, asked=False, outcome="not imported", error="\n".join(lines))
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if os.getpid() != _PID or (report.when != "call" and not report.failed):
+    if report.when != "call" and not report.failed:
         return
     crash = getattr(report.longrepr, "reprcrash", None)
-    row = {
-        "test": report.nodeid,
-        "asked": bool(_num_made),
-        "outcome": report.outcome,
-        "error": crash.message if crash and report.failed else "",
-    }
-    with _RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    error = crash.message if crash and report.failed else ""
+    _note(report.nodeid, asked=bool(_num_made), outcome=report.outcome, error=error)
+
+
+def _note(test: str, **row: Any) -> None:
+    """Writes what became of a test, or of a file of tests, unless this is a rank's process."""
+    if os.getpid() == _PID:
+        with _RESULTS.open("a") as file:
+            file.write(json.dumps({"test": test, **row}) + "\n")

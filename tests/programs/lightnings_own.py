@@ -9,7 +9,9 @@ that fails with ddp too is left out.  Options of the name, as "ddp_find_unused_p
 one, do not count for ours; a `DDPStrategy(...)` that a test makes itself stays.
 
 A test runs if ddp's name stands in it, or in a function that it names, and if it needs no devices.
-What Lightning marks as standalone runs in a process of its own.
+What Lightning marks as standalone runs in a process of its own.  Files that cannot be imported, as
+where the clone is at the tag of another version, are named before all tests and at the end, and the
+exit status is 1: their tests are in no count.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,8 @@ LIMIT_S = 3600
 """How long a process of pytest may take; `in_place_of_ddp` limits each test."""
 
 PASSED = {"outcome": "passed"}
+NOT_IMPORTED = "not imported"
+"""The outcome of a file that pytest could not import."""
 
 Rows = dict[str, dict[str, Any]]
 
@@ -115,10 +120,11 @@ def outcomes(tests: Path, strategy: str, group: Group, log: Path) -> Rows:
         for test in rest[last + 1 : last + 2]:  # the one behind the last has ended the process
             rows[test] = {"test": test, "asked": True, "outcome": "failed", "error": "no end"}
         rest = rest[last + 2 :]
-    return {test: row for test, row in rows.items() if row["outcome"] != "skipped"}
+    without = ("skipped", NOT_IMPORTED)
+    return {test: row for test, row in rows.items() if row["outcome"] not in without}
 
 
-def run(tests: Path, strategy: str, group: Group, log: Path) -> tuple[Rows, bool]:
+def run(tests: Path, strategy: str, group: Group, log: Path, *options: str) -> tuple[Rows, bool]:
     """Runs tests in one process; returns what became of each, and whether pytest has ended."""
     with tempfile.TemporaryDirectory() as folder, log.open("a") as output:
         results = Path(folder) / "results"
@@ -133,7 +139,16 @@ def run(tests: Path, strategy: str, group: Group, log: Path) -> tuple[Rows, bool
             "PL_RUN_STANDALONE_TESTS": str(int(group.alone)),
         }
         plugin = "tests.programs.in_place_of_ddp"
-        command = [sys.executable, "-m", "pytest", "-p", plugin, f"--rootdir={tests}", *QUIET]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            plugin,
+            f"--rootdir={tests}",
+            *QUIET,
+            *options,
+        ]
         files = dict.fromkeys(test.partition("::")[0] for test in group.tests)
         process = subprocess.Popen(
             [*command, *files],
@@ -169,6 +184,28 @@ def all_outcomes(tests: Path, strategy: str, groups: Sequence[Group]) -> Rows:
     for group in groups:
         rows |= outcomes(tests, strategy, group, log)
     return rows
+
+
+def not_imported(tests: Path, groups: Sequence[Group]) -> dict[str, str]:
+    """Returns the files that pytest cannot import, and why."""
+    log = Path(tempfile.gettempdir()) / "lightnings_own_imports.log"
+    log.unlink(missing_ok=True)
+    every = Group(tuple(test for group in groups for test in group.tests))
+    rows, _ = run(tests, DDP, every, log, "--collect-only")
+    return {
+        row["test"]: said(row["error"]) for row in rows.values() if row["outcome"] == NOT_IMPORTED
+    }
+
+
+def say_missing(files: dict[str, str]) -> None:
+    """Names files whose tests are missing in what follows, and in what went before."""
+    if files:
+        print(
+            f"\n{len(files)} FILES OF TESTS CANNOT BE IMPORTED, and their tests are in no count.  "
+            f"Check out the tag of the installed Lightning {version('lightning')} in CLONE, and "
+            "install what these files need:"
+        )
+        print("".join(f"  {file}\n    {why}\n" for file, why in files.items()), flush=True)
 
 
 def of_these(groups: Sequence[Group], count: set[str]) -> list[Group]:
@@ -209,6 +246,8 @@ def main() -> None:
     command = shlex.join(["python", "-m", "tests.programs.lightnings_own", *given])
     settings = {"hyperparameters": in_force(args.strategies.split(","), [2])}
     report: dict[str, Any] = {**provenance(command), **settings, "passed": {}, "failed": {}}
+    missing = report["not_imported"] = not_imported(tests, groups)
+    say_missing(missing)
     with_ddp: Rows = {}
     for strategy in args.strategies.split(","):
         rows = all_outcomes(tests, strategy, groups)
@@ -225,7 +264,8 @@ def main() -> None:
             print(f"  {test.removeprefix('tests_pytorch/')}\n    {error}")
         if args.output:
             args.output.write_text(json.dumps(report, indent=1) + "\n")
-    if any(report["failed"].values()):
+    say_missing(missing)
+    if missing or any(report["failed"].values()):
         sys.exit(1)
 
 
