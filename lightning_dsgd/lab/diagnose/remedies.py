@@ -4,7 +4,8 @@ A remedy either takes a part away from a rank's own time, and DDP goes on as bef
 
     workers    loader workers: what was waited for the loader is read ahead
     ahead      loader workers do what a script does while it hands a batch over
-    pinned     on devices, in its place: batches are copied from pinned memory
+    pinned     on devices, in its place: batches are copied from pinned memory; not where the
+               trace says that they are already, as that of Lightning's Trainer can
     shared     each rank validates as much as the mean of all ranks
     freeze     Python collects no garbage while training goes on
     sorted     the batches of one step have the same length
@@ -131,7 +132,7 @@ _OF_CAUSE: Final = {
 _WHAT: Final = {
     "workers": "more loader workers",
     "ahead": "have loader workers do what hands a batch over to the device",
-    "pinned": "copy batches from pinned memory, and let no host wait for that",
+    "pinned": "copy batches from pinned memory, unless you do already, and let no host wait for it",
     "shared": "let all ranks validate equal shares",
     "freeze": "collect no garbage while training",
     "sorted": "put batches of like length into one step",
@@ -238,7 +239,6 @@ def remedies(times: Times, verdict: Verdict, asked: Sequence[str] = ()) -> list[
     ddp = _of_ddp(times, times.own)
     found = [
         _replaced(times, ddp, "workers", _less("loader", times, at_most=_FETCH_S)),
-        _pinned(times, ddp) if times.is_on_device else _ahead(times, ddp),
         _replaced(times, ddp, "shared", _less("validation", times, share=True)),
         _replaced(times, ddp, "freeze", _less("gc", times)),
         _replaced(times, ddp, "lighter", _as_the_others("between", times)),
@@ -247,6 +247,10 @@ def remedies(times: Times, verdict: Verdict, asked: Sequence[str] = ()) -> list[
             paste=_how_to_get_cores(times),
         ),
     ]
+    if not times.is_on_device:
+        found.append(_ahead(times, ddp))
+    elif not times.pins_batches:
+        found.append(_pinned(times, ddp))
     if _takes_strategies(times):
         found += _strategies(times, verdict, ddp, asked)
     if verdict.cause == "lengths":

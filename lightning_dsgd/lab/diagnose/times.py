@@ -118,6 +118,11 @@ class Times:
         return bool(self.about.get("can_share", True))
 
     @property
+    def pins_batches(self) -> bool:
+        """Whether batches are copied from pinned memory already, as far as the trace says."""
+        return bool(self.about.get("pins", False))
+
+    @property
     def hosts(self) -> list[str]:
         """The machine of each rank; where the trace does not say, a rank has one of its own."""
         return [str(about.get("host", rank)) for rank, about in enumerate(self.abouts)]

@@ -139,6 +139,7 @@ class StepTrace(pl.Callback):
             **_epoch(trainer),
             "accumulates": trainer.accumulate_grad_batches,
             "can_share": _can_share(trainer),
+            "pins": getattr(trainer.train_dataloader, "pin_memory", False) is True,
             **self._describe(strategy, self._watch),
         }
         if self._watch is not None:

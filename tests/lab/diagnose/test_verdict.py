@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_dsgd.lab.diagnose import times
+from lightning_dsgd.lab.diagnose.remedies import remedies
 from lightning_dsgd.lab.diagnose.times import times_of
 from lightning_dsgd.lab.diagnose.verdict import judge
 from lightning_dsgd.lab.timeline.trace import Step, Trace
@@ -146,6 +147,14 @@ def test_causes_are_named_by_the_times_of_devices(name: str) -> None:
     found = judge(times_of(made.traces(inject, victim=2, about=ON_DEVICE)))
     ranks = (0, 1, 2, 3) if name == "copies" else made.ranks_of(name, 2, 4)
     assert (found.cause, found.ranks) == (cause, ranks)
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_pinned_memory_is_advised_where_batches_are_not_in_it(pins: bool) -> None:
+    about = ON_DEVICE | {"pins": pins}
+    seen = times_of(made.traces(made.copies, ranks=2, steps=60, victim=1, about=about))
+    offered = {remedy.name for remedy in remedies(seen, judge(seen))}
+    assert offered & {"pinned", "ahead"} == (set() if pins else {"pinned"})
 
 
 def on_host(traces: list[Trace], **spans: Callable[[Step], Any]) -> list[Trace]:
