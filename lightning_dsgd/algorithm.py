@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 import torch
 from torch import Tensor
@@ -195,6 +195,11 @@ class Algorithm:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__doc__ = hyperparameters.documented(cls)
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        """Refuses an unknown option, with the one that may be meant: `__init__` names none."""
+        hyperparameters.check_names(cls, given)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         hyperparameters.take_printed(self)

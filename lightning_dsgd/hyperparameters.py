@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import json
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -162,6 +162,25 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     name, *options = text.split(":")
     pairs = (option.partition("=") for option in options)
     return name, {key: _value(value) for key, _, value in pairs}
+
+
+def check_names(owner: type, given: Mapping[str, Any]) -> None:
+    """Raises `TypeError` for the first keyword that a class does not take."""
+    _, *ours = inspect.signature(owner.__init__).parameters.values()  # type: ignore[misc]
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in ours):
+        return
+    known = [each.name for each in ours]
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(unknown(owner.__name__, name, value, known))
+
+
+def unknown(owner: str, name: str, value: Any, ours: Sequence[str]) -> str:
+    """Returns what an error says of an unknown option: which are known, which may be meant."""
+    return (
+        f"{owner} has no option {name}, got {name}={value!r}; it takes "
+        f"{', '.join(ours) or 'none'}{did_you_mean(name, ours)}"
+    )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, make_dataclass
 from inspect import Parameter
 from typing import Any, Final, TypeVar, cast, get_type_hints
@@ -46,18 +46,10 @@ def choose(owner: str, table: type[Table], given: Table) -> Table:
     ours = names(table)
     for name in given:
         if name not in ours:
-            raise TypeError(unknown(owner, name, given[name], ours))
+            raise TypeError(hyperparameters.unknown(owner, name, given[name], ours))
     made = _dataclass(table)(**given)
     hyperparameters.check(made)
     return cast(Table, vars(made))
-
-
-def unknown(owner: str, name: str, value: Any, ours: Sequence[str]) -> str:
-    """Returns what an error says of an unknown name: which are known, which may be meant."""
-    return (
-        f"{owner} has no option {name}, got {name}={value!r}; it takes {', '.join(ours)}"
-        f"{hyperparameters.did_you_mean(name, ours)}"
-    )
 
 
 def names(table: type) -> list[str]:

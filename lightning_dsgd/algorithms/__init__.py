@@ -31,7 +31,7 @@ from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
 from lightning_dsgd.algorithms.sparse_loco import SparseLoCo
 from lightning_dsgd.algorithms.wagma import WAGMA
-from lightning_dsgd.hyperparameters import did_you_mean, names, parse
+from lightning_dsgd.hyperparameters import did_you_mean, names, parse, unknown
 
 _GROUP: Final = "lightning_dsgd.algorithms"
 
@@ -67,10 +67,7 @@ def make_algorithm(spec: str) -> Algorithm:
     known = names(kind)
     for option, value in options.items():
         if option not in known:
-            raise ValueError(
-                f"{name} has no option {option}, got {option}={value!r}; it takes "
-                f"{', '.join(known) or 'none'}{did_you_mean(option, known)}"
-            )
+            raise ValueError(unknown(name, option, value, known))
     algorithm = kind(**options)
     algorithm.check_hyperparameters()
     return algorithm

@@ -127,4 +127,4 @@ def check(strategy: str, algorithm: Algorithm, table: type, given: Any) -> None:
                 f'"{algorithm.name}"; leave it out'
             )
         elif name not in THE_TRAINERS:
-            raise ValueError(keywords.unknown(strategy, name, value, ours))
+            raise ValueError(hyperparameters.unknown(strategy, name, value, ours))

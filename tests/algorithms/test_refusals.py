@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.simulated import RankFailed, SimulatedWorld
 
 REFUSED = {
@@ -53,6 +56,32 @@ REFUSED = {
     "diloco:mixing=0.5": "with overlap_steps of at least 1, got mixing=0.5 with overlap_steps=0",
     "sparse_loco:local_steps=1": "got local_steps=1; set local_steps=30",
 }
+
+
+MISSPELT = {
+    "WAGMA(wire_type='int8')": "WAGMA has no option wire_type, got wire_type='int8'; it takes "
+    "group_size, .*; did you mean wire_dtype",
+    "NoSync(perod=1)": "NoSync has no option perod, got perod=1; it takes none$",
+    "DPSGD('ring', topolgy='ring')": "it takes topology; did you mean topology",
+    "DiLoCo(growing_period=True)": "DiLoCo has no option growing_period, got ",
+}
+
+
+@pytest.mark.parametrize("made", MISSPELT)
+def test_an_algorithm_made_by_hand_refuses_an_option_with_the_nearest(made: str) -> None:
+    with pytest.raises(TypeError, match=MISSPELT[made]):
+        eval(made, {kind.__name__: kind for kind in ALGORITHMS.values()})
+
+
+@dataclass
+class WithItsOwnInit(Algorithm):
+    def __init__(self, speed: float, **more: float) -> None:
+        self.speed, self.more = speed, more
+
+
+def test_an_algorithm_with_an_init_of_its_own_takes_what_that_takes() -> None:
+    made = copy.deepcopy(WithItsOwnInit(speed=2.0, other=3.0))
+    assert (made.speed, made.more) == (2.0, {"other": 3.0})
 
 
 @pytest.mark.parametrize("spec", REFUSED)
