@@ -31,7 +31,8 @@ from benchmarks import script
 from benchmarks.compare import contestants
 from lightning_dsgd import StepTrace
 from lightning_dsgd.lab.diagnose import times
-from lightning_dsgd.lab.diagnose.remedies import advised, chosen, remedies
+from lightning_dsgd.lab.diagnose.remedies import advised, remedies
+from lightning_dsgd.lab.diagnose.remedy import chosen
 from lightning_dsgd.lab.diagnose.verdict import judge
 from lightning_dsgd.lab.diagnose.words import lines
 from lightning_dsgd.lab.in_force import in_force

@@ -26,7 +26,7 @@ from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab import decisions
 from lightning_dsgd.lab.diagnose.elsewhere import LATENCY_S
-from lightning_dsgd.lab.diagnose.remedies import dealt
+from lightning_dsgd.lab.diagnose.in_ddps_place import dealt
 from lightning_dsgd.lab.epochs import CLAIMED
 from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.results import provenance, write_result

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from lightning_dsgd.lab.diagnose.remedies import Remedy
+    from lightning_dsgd.lab.diagnose.remedy import Remedy
     from lightning_dsgd.lab.diagnose.times import Times
     from lightning_dsgd.lab.diagnose.verdict import Verdict
     from lightning_dsgd.lab.link import Link

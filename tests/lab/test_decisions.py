@@ -14,7 +14,7 @@ from benchmarks.compare.situations import SITUATIONS as measured
 from lightning_dsgd.algorithms import ALGORITHMS, COMPARISONS, make_algorithm
 from lightning_dsgd.lab import catalogue, decisions
 from lightning_dsgd.lab.decisions import OWN_RATE, SITUATIONS, Choice, Situation
-from lightning_dsgd.lab.diagnose import remedies
+from lightning_dsgd.lab.diagnose import remedy
 from lightning_dsgd.lab.diagnose.verdict import CAUSES
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 from lightning_dsgd.lab.simulate.machines import Machine, Recorded
@@ -102,16 +102,16 @@ def test_diagnose_gives_the_same_answer() -> None:
     causes = [cause for situation in SITUATIONS.values() for cause in situation.causes]
     assert len(causes) == len(set(causes))
     assert {*causes} <= {*CAUSES}
-    for name, cause in remedies.STRATEGIES.items():
+    for name, cause in remedy.STRATEGIES.items():
         (here,) = (s for s in SITUATIONS.values() if cause in s.causes)
         for ranks in (4, 8):
             choice = here.choice(OWN_RATE, ranks) or here.first
             if name == decisions.BALANCED:
                 choice = next(c for c in here.choices if c.case == decisions.SAME_LOSS)
                 assert choice is here.choices[0]
-            paste = remedies.paste_of(name, ranks)
+            paste = remedy.paste_of(name, ranks)
             assert decisions.code(choice.strategy, choice.data) in paste
-            assert remedies.what_of(name, ranks).lower() == choice.why.lower().rstrip(".")
+            assert remedy.what_of(name, ranks).lower() == choice.why.lower().rstrip(".")
 
 
 def test_what_is_there_to_be_compared_with_is_nobodys_answer() -> None:

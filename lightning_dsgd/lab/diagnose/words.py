@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from lightning_dsgd.lab.diagnose.remedies import MOST_SIMULATED, Remedy, advised
+from lightning_dsgd.lab.diagnose.in_ddps_place import MOST_SIMULATED
+from lightning_dsgd.lab.diagnose.remedies import advised
+from lightning_dsgd.lab.diagnose.remedy import Remedy
 from lightning_dsgd.lab.diagnose.times import PARTS, Times
 from lightning_dsgd.lab.diagnose.verdict import Verdict, base
 

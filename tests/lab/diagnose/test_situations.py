@@ -18,15 +18,9 @@ from lightning_dsgd.algorithms.balanced import Balanced
 from lightning_dsgd.data.units.dealing import UnitDealing
 from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.hyperparameters import parse
-from lightning_dsgd.lab.diagnose.remedies import (
-    STRATEGIES,
-    Remedy,
-    advised,
-    chosen,
-    pieces_of,
-    remedies,
-    spec_of,
-)
+from lightning_dsgd.lab.diagnose.in_ddps_place import pieces_of
+from lightning_dsgd.lab.diagnose.remedies import advised, remedies
+from lightning_dsgd.lab.diagnose.remedy import STRATEGIES, Remedy, chosen, spec_of
 from lightning_dsgd.lab.diagnose.times import PARTS, Times, times_of
 from lightning_dsgd.lab.diagnose.verdict import Verdict, judge
 from lightning_dsgd.lab.diagnose.words import lines
