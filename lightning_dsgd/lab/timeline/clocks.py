@@ -1,7 +1,8 @@
 """One clock for all ranks: how far this rank's is from rank 0's.
 
 Ranks that run under one kernel have the same monotonic clock.  The others ask rank 0 for the time,
-some times; the quickest answer counts, which is wrong by half of its round trip at most.
+some times; the quickest answer counts, which is wrong by half of its round trip at most.  Where
+they cannot ask, the wall's clocks of their nodes must do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -80,3 +81,14 @@ def offset_by_meetings(is_one_kernel: bool, device: torch.device) -> float:
     if is_one_kernel:
         return 0.0
     return statistics.median(a - b for a, b in zip(of_all[0], left_s, strict=True))
+
+
+def both_clocks() -> dict[str, float]:
+    """Returns what time it is by the wall's clock, and by this kernel's."""
+    return {"unix_s": time.time(), "now_s": time.monotonic()}
+
+
+def offset_by_the_hour(told: dict[str, Any]) -> float:
+    """Returns what turns this rank's clock into another's, as well as their nodes' clocks agree."""
+    now = both_clocks()
+    return float(now["unix_s"] - now["now_s"] - told["unix_s"] + told["now_s"])

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_dsgd.data.units import loaders
 from lightning_dsgd.lab import trackers
 from lightning_dsgd.lab.accelerators import Times, times_of
-from lightning_dsgd.lab.timeline.clocks import boot_id, offset_by_meetings, offset_to_rank_0
+from lightning_dsgd.lab.timeline import clocks
 from lightning_dsgd.lab.timeline.device_parts import DeviceParts
 from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, Recorder
 from lightning_dsgd.lab.timeline.watch import Watch, items_in, watched_in
@@ -130,7 +130,7 @@ class StepTrace(pl.Callback):
             self._watch = None
         session = getattr(strategy, "session", None)
         shared = self._join() if session and not session.takes_part else self._agree(strategy)
-        self._state = {**shared, "boot": boot_id()} if _may_be_joined(session) else {}
+        self._state = {**shared, "boot": clocks.boot_id()} if _may_be_joined(session) else {}
         self._head = {
             **shared,
             "host": socket.gethostname(),
@@ -163,16 +163,16 @@ class StepTrace(pl.Callback):
 
     def _agree(self, strategy: Any) -> dict[str, Any]:
         """Agrees with all ranks on a name of the run and on a clock; returns what they share."""
-        told = strategy.broadcast({**_new_run(), **_now(), "boot": boot_id()})
-        is_one_kernel = told["boot"] == boot_id()
+        told = strategy.broadcast({**_new_run(), **clocks.both_clocks(), "boot": clocks.boot_id()})
+        is_one_kernel = told["boot"] == clocks.boot_id()
         net = _network(strategy)
         self._offset_s = 0.0
         if net is not None:
-            self._offset_s = offset_to_rank_0(net)
+            self._offset_s = clocks.offset_to_rank_0(net)
         elif self._watch is not None:
-            self._offset_s = offset_by_meetings(is_one_kernel, strategy.root_device)
+            self._offset_s = clocks.offset_by_meetings(is_one_kernel, strategy.root_device)
         elif not is_one_kernel:
-            self._offset_s = _offset_by_the_hour(told)
+            self._offset_s = clocks.offset_by_the_hour(told)
         return {name: told[name] for name in _new_run()}
 
     def _join(self) -> dict[str, Any]:
@@ -181,8 +181,8 @@ class StepTrace(pl.Callback):
         if not told:
             return _new_run()
         self._offset_s = float(told["offset_s"])
-        if told["boot"] != boot_id():
-            self._offset_s += _offset_by_the_hour(told)
+        if told["boot"] != clocks.boot_id():
+            self._offset_s += clocks.offset_by_the_hour(told)
         return {name: told[name] for name in _new_run()}
 
     @property
@@ -193,7 +193,7 @@ class StepTrace(pl.Callback):
         """Returns what a rank that joins has to know; nothing where none can."""
         if not self._state:
             return {}
-        return self._state | _now() | {"offset_s": self._offset_s}
+        return self._state | clocks.both_clocks() | {"offset_s": self._offset_s}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._told = dict(state_dict)
@@ -471,17 +471,6 @@ def _may_be_joined(session: Any) -> bool:
 def _new_run() -> dict[str, Any]:
     """Returns what all files of a run have in common."""
     return {"run": secrets.token_hex(8), "began_unix_s": time.time()}
-
-
-def _now() -> dict[str, float]:
-    """Returns what time it is by the wall's clock, and by this kernel's."""
-    return {"unix_s": time.time(), "now_s": time.monotonic()}
-
-
-def _offset_by_the_hour(told: dict[str, Any]) -> float:
-    """Returns what turns this rank's clock into another's, as well as their nodes' clocks agree."""
-    now = _now()
-    return float(now["unix_s"] - now["now_s"] - told["unix_s"] + told["now_s"])
 
 
 def _epoch(trainer: Any) -> dict[str, int]:

@@ -247,7 +247,7 @@ def test_a_rank_that_joins_asks_nobody_and_writes_to_the_same_run(
     # On another node, whose clock since its boot is another one.
     there.load_state_dict(given)
     real = time.monotonic
-    monkeypatch.setattr(step_trace, "boot_id", lambda: "of another kernel")
+    monkeypatch.setattr(step_trace.clocks, "boot_id", lambda: "of another kernel")
     monkeypatch.setattr(step_trace.time, "monotonic", lambda: real() + 1e6)
     third = begun(there, takes_part=False, rank=3)
     assert third["run"] == first["run"]
