@@ -30,10 +30,9 @@ from lightning_dsgd.lab.diagnose.in_ddps_place import dealt
 from lightning_dsgd.lab.epochs import CLAIMED
 from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.results import provenance, write_result
-from lightning_dsgd.lab.simulate.machines import Machine, Recorded
+from lightning_dsgd.lab.simulate.machines import Machine, Recorded, delayed_ranks
 from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.simulate.processors import usual_costs
-from lightning_dsgd.lab.stragglers import delayed_ranks
 
 _CORES: Final = 2
 _RECORDED_STEPS: Final = 60

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_dsgd.lab.stragglers import delayed_ranks
+from lightning_dsgd.lab.simulate.machines import delayed_ranks
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 
 from lightning_dsgd.lab import accelerators, trackers
-from lightning_dsgd.lab.stragglers import delayed_ranks
+from lightning_dsgd.lab.simulate.machines import delayed_ranks
 from lightning_dsgd.trainer import seams
 
 _OF_RANK: Final[tuple[str, ...]] = (

@@ -7,7 +7,11 @@ import random
 from dataclasses import dataclass
 
 from lightning_dsgd.lab.simulate.processors import Costs
-from lightning_dsgd.lab.stragglers import delayed_ranks
+
+
+def delayed_ranks(seed: int, step: int, world_size: int, num_ranks: int) -> list[int]:
+    """Draws the ranks that are late in a step, the same on every rank and in the simulation."""
+    return random.Random(f"{seed}/{step}").sample(range(world_size), num_ranks)
 
 
 @dataclass(frozen=True)

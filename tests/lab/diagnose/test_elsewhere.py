@@ -17,9 +17,8 @@ from lightning_dsgd.lab.diagnose.remedies import check_asked
 from lightning_dsgd.lab.diagnose.times import Times, times_of
 from lightning_dsgd.lab.diagnose.verdict import judge
 from lightning_dsgd.lab.link import Link
-from lightning_dsgd.lab.simulate.machines import Machine
+from lightning_dsgd.lab.simulate.machines import Machine, delayed_ranks
 from lightning_dsgd.lab.simulate.model import run
-from lightning_dsgd.lab.stragglers import delayed_ranks
 from lightning_dsgd.simulated import SimulatedTransport, SimulatedWorld
 from tests.lab.diagnose import made
 from tests.support.mpi import ended

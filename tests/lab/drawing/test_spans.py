@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.machines import MACHINES
 from lightning_dsgd.lab.drawing.spans import NOBODY, Track, tracks
+from lightning_dsgd.lab.simulate.machines import delayed_ranks
 from lightning_dsgd.lab.simulate.model import run
-from lightning_dsgd.lab.stragglers import delayed_ranks
 from lightning_dsgd.lab.timeline.recorder import ALL
 from lightning_dsgd.lab.timeline.trace import read_folder
 from tests.lab.timeline.support import record
