@@ -26,9 +26,7 @@ fewer, and some integers, which count the ranks that have a gradient for each pa
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -39,8 +37,7 @@ from lightning_dsgd.agreement import give_newest, num_active, take_over_newest, 
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import at_least, setting
 from lightning_dsgd.primitives import quantised, rounding
-from lightning_dsgd.primitives.error_feedback import evenly
-from lightning_dsgd.primitives.rounds import Rounds
+from lightning_dsgd.primitives.pieces import Pieces
 from lightning_dsgd.transport import Transport
 
 
@@ -110,7 +107,16 @@ class AllReduce(Algorithm):
         # What was rounded off, or comes from a training with another number of ranks.
         self.residual = torch.zeros_like(x, dtype=wide) if self.traits.holds_back else None
         is_apart = (self.overlap or self.delay > 0) and net.world_size > 1
-        self.background = _Pieces(net, self, x) if is_apart else None
+        self.background = None
+        if is_apart:
+            self.background = Pieces(
+                net,
+                x,
+                self.average,
+                weight=lambda: self.weight,
+                num_pieces=self.num_buckets if self.overlap else 1,
+                delay=self.delay,
+            )
 
     # ---- the training thread ----
 
@@ -127,6 +133,7 @@ class AllReduce(Algorithm):
         else:
             self.background.hand_over(g, 0)
             self.background.take_mean(g)
+            self.num_active = self.background.num_active
             self._share(counts)
         self.step += 1
         self.num_own += 1
@@ -216,127 +223,3 @@ class AllReduce(Algorithm):
         agreement.weigh(net, piece, weight, total)
         residual = None if self.residual is None else self.residual[span]
         quantised.average(net, piece, residual, self.wire)
-
-
-class _Pieces:
-    """Sums beside the training thread: a round a step, of all pieces, the last one first.
-
-    A round works in g itself; with a delay, in one of two buffers in turn, of which the other one
-    holds the mean that comes next.  The lane owns what it works in, and what was rounded off, from
-    a round's first piece to its answer.
-
-    Attributes:
-        has_mean: whether a mean waits for the next step, while all ranks stand still
-    """
-
-    def __init__(self, net: Transport, owner: AllReduce, x: Tensor) -> None:
-        self.has_mean = False
-        self._owner = owner
-        bounds = evenly(len(x), owner.num_buckets if owner.overlap else 1)
-        self._spans = [slice(*pair) for pair in pairwise(bounds)][::-1]
-        self._buffers = [torch.zeros_like(x) for _ in range(2 * owner.delay)]
-        self._turn = self._num_told = 0
-        self._works: deque[Tensor] = deque()  # what the rounds under way work in
-        self._rounds = Rounds(net, self._sum, "averager")
-
-    # ---- the training thread ----
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean of the round before, with a delay."""
-        return self._buffers[self._turn]
-
-    def hand_over(self, g: Tensor, begin: int) -> None:
-        """Hands over all pieces of g from an element on that the lane does not have yet."""
-        work = self._buffers[1 - self._turn] if self._buffers else g
-        while self._num_told < len(self._spans) and self._spans[self._num_told].start >= begin:
-            span = self._spans[self._num_told]
-            if self._buffers:
-                work[span] = g[span]
-            self._tell(work)
-
-    def take_mean(self, g: Tensor) -> None:
-        """Waits for the mean that this step applies; all pieces have been handed over."""
-        self._num_told = 0
-        if not self._buffers:
-            self._await()
-            return
-        if self._rounds.num_under_way > 1:
-            self._await()
-            self.has_mean = True
-        if self.has_mean:
-            g.copy_(self.mean)
-        else:
-            g.zero_()
-        self.has_mean = False
-        self._turn = 1 - self._turn
-
-    def complete(self) -> bool:
-        """Ends a round of which this rank has handed over pieces, but makes no step.
-
-        So it is where other parameters are trained than in the step before.  Its mean is dropped.
-        """
-        if not self._num_told:
-            return False
-        for place in range(self._num_told, len(self._spans)):
-            self._work[self._spans[place]].zero_()
-            self._tell(self._work)
-        self._num_told = 0
-        if self._rounds.num_under_way > 1:
-            self._await()
-            self.has_mean = True
-        self._await()
-        return True
-
-    def serve(self, x: Tensor) -> bool:
-        """Takes part in a round with a gradient of zero; returns False once all stand still."""
-        if self._rounds.num_under_way:  # with a delay: of the last step
-            self._await()
-            self.has_mean = True
-        work = self._buffers[1 - self._turn].zero_() if self._buffers else torch.zeros_like(x)
-        self._tell(work, stands_still=True)
-        self._num_told = 0
-        is_made = self._await() > 0
-        if is_made and self._buffers:
-            self._turn = 1 - self._turn
-            self.has_mean = True
-        return is_made
-
-    def restore(self, mean: Tensor) -> None:
-        """Takes the mean over that waits for the next step."""
-        self.mean.copy_(mean)
-        self.has_mean = True
-
-    def check(self) -> None:
-        self._rounds.check()
-
-    def stop(self) -> None:
-        self._rounds.stop()
-
-    def _tell(self, work: Tensor, *, stands_still: bool = False) -> None:
-        words = [0 if stands_still else self._owner.weight]
-        if self._num_told:
-            self._rounds.add(words)
-        else:
-            self._work = work
-            self._works.append(work)
-            self._rounds.ask(words)
-        self._num_told += 1
-
-    def _await(self) -> int:
-        [total] = self._rounds.wait()
-        self._owner.num_active = total
-        return total
-
-    # ---- the lane ----
-
-    def _sum(self, net: Transport, words: Tensor) -> Tensor:
-        """Makes a round, a piece once it has been handed over; returns the weight of all ranks."""
-        [weight] = words.tolist()
-        work = self._works.popleft()
-        total = num_active(net, active=weight)
-        for place, span in enumerate(self._spans if total else []):
-            if place and weight:
-                self._rounds.hear(net)
-            self._owner.average(net, work[span], span, weight, total)
-        return torch.tensor([total])
