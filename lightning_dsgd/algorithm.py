@@ -159,6 +159,9 @@ class Algorithm:
     printed: ClassVar[dict[str, Any]] = {}
     """What the hyperparameters must be with `paper=True`, for an algorithm that has that one."""
 
+    pieces_option: ClassVar[tuple[str, str]] = "overlap=True", "overlap=False"
+    """What makes the algorithm take pieces (`Traits.takes_pieces`), and what makes it take none."""
+
     overflowed: bool | None = None
     """Whether any rank's last gradient had NaN or inf in it; None: the host has not asked."""
 

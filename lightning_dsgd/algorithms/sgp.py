@@ -76,6 +76,8 @@ class SGP(Algorithm):
 
     printed: ClassVar[dict[str, Any]] = {"wire_dtype": "float32", "scale_steps": False}
 
+    pieces_option = nodes.PIECES_OPTION
+
     num_peers: int = at_least(
         1,
         default=1,
@@ -93,6 +95,7 @@ class SGP(Algorithm):
         doc=f"the graph: {', '.join(topology.GRAPHS)}",
     )
     node_size: int | str | None = nodes.node_size("exchange weights between nodes only")
+    num_buckets: int | None = nodes.num_buckets()
     wire_dtype: str = rounding.wire_dtype("stays with the rank that sends")
     scale_steps: bool = step_scaling.scale_steps()
     paper: bool = setting(
@@ -121,6 +124,7 @@ class SGP(Algorithm):
         return Traits(
             uses_gradient=self.hierarchical,  # of ranks of the same node
             exchange_period=self.period,
+            takes_pieces=self.hierarchical and self.num_buckets is not None,
             follows_time=self.overlap > 0 or self.scale_steps,
             scales_steps=self.scale_steps,
             looks_itself=True,
@@ -133,8 +137,13 @@ class SGP(Algorithm):
         copies = 3.0 if is_held else 2.0
         return copies + 1 if self.hierarchical else copies
 
+    def check_hyperparameters(self) -> None:
+        super().check_hyperparameters()
+        nodes.check_num_buckets(self.num_buckets, is_hierarchical=self.hierarchical)
+
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         super().check(world_size, conditions)
+        nodes.check_never_scaled(self.num_buckets, conditions)
         if self.node_size is not None:
             nodes.check_node_size(self.node_size, world_size, conditions)
 
@@ -145,13 +154,16 @@ class SGP(Algorithm):
         self.aside: Tensor | None = None
         self.lateness = [0, 0]  # messages taken, and how many steps late they were in all
         size = 1 if self.node_size is None else nodes.ranks_per_node(self.node_size, conditions)
-        self.node = nodes.Node(net, size)
+        self.node = nodes.Node(net, size, x, self.num_buckets)
         is_pushing = self.node.is_leader and len(x) > 0  # a shard may be empty, on all ranks alike
         self.pusher = _Pusher(net, self, size) if is_pushing else None
 
+    def gradient_made(self, g: Tensor, begin: int) -> None:
+        self.node.gradient_made(g, begin)
+
     def before_update(self, x: Tensor, g: Tensor) -> None:
         if self.hierarchical:
-            g /= self.node.sum_of_active(g, active=True)
+            self.node.average(g)
         self._put_aside(x)
 
     def after_update(self, x: Tensor) -> None:
@@ -161,12 +173,10 @@ class SGP(Algorithm):
 
     def settle(self, x: Tensor) -> None:
         if self.hierarchical:
-            zeros = torch.zeros_like(x)
-            while self.node.sum_of_active(zeros, active=False):
+            while self.node.serve(x):
                 self._put_aside(x)
                 self.node.give_to_leader(x)
                 self._push(x)
-                zeros.zero_()
         if self.pusher is not None:
             self._to_biased(x)
             self.w += self.pusher.drain(x)
@@ -211,6 +221,9 @@ class SGP(Algorithm):
         self.net.all_reduce(total).wait()
         total /= float(weight)
         return total
+
+    def stop(self) -> None:
+        self.node.stop()
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "push_weight": self.w}

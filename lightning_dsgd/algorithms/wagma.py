@@ -34,7 +34,8 @@ of them is the global one.  In the steps between, a rank neither sends nor waits
 
 Nor is `node_size`: the ranks of a node average their gradients, and so hold the same weights.  P
 and S count nodes then, and each rank runs all this for its own shard of x, with the ranks of its
-place on other nodes.  So a node sends 2(S-1)/S |x| in all, whatever the number of its ranks.
+place on other nodes.  So a node sends 2(S-1)/S |x| in all, whatever the number of its ranks.  With
+`num_buckets` it averages its gradients in so many pieces, during the backward pass.
 
 Nor is `wire_dtype`.  What is sent is the difference to the last global average, or to the start,
 rounded; each rank keeps in its own weights what it has rounded off (`GroupSums` in
@@ -95,6 +96,8 @@ class WAGMA(Algorithm):
         "scale_steps": False,
     }
 
+    pieces_option = nodes.PIECES_OPTION
+
     group_size: int | None = at_least(
         1,
         default=None,
@@ -127,6 +130,7 @@ class WAGMA(Algorithm):
     node_size: int | str | None = nodes.node_size(
         "average one shard of the weights each with the ranks of other nodes; groups are of nodes"
     )
+    num_buckets: int | None = nodes.num_buckets()
     scale_steps: bool = step_scaling.scale_steps()
     paper: bool = setting(
         default=False,
@@ -161,6 +165,7 @@ class WAGMA(Algorithm):
             uses_gradient=self.hierarchical,  # of ranks of the same node
             exchange_period=self.group_period,
             could_overlap=not (self.overlap or self.paper or self.grace_s == math.inf),
+            takes_pieces=self.hierarchical and self.num_buckets is not None,
             keeps_updates=not self.paper,
             scales_steps=self.scale_steps,
             looks_itself=True,
@@ -180,6 +185,7 @@ class WAGMA(Algorithm):
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()
+        nodes.check_num_buckets(self.num_buckets, is_hierarchical=self.hierarchical)
         if self.period % self.group_period:
             num_averages = max(1, round(self.period / self.group_period))
             raise ValueError(
@@ -190,6 +196,7 @@ class WAGMA(Algorithm):
 
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         super().check(world_size, conditions)
+        nodes.check_never_scaled(self.num_buckets, conditions)
         size, most, of_what = self.group_size, world_size, "world_size"
         if self.node_size is not None:
             nodes.check_node_size(self.node_size, world_size, conditions)
@@ -210,7 +217,8 @@ class WAGMA(Algorithm):
         super().start(net, x, conditions)
         self.node: nodes.Node | None = None
         if self.node_size is not None:
-            self.node = nodes.Node(net, nodes.ranks_per_node(self.node_size, conditions))
+            node_size = nodes.ranks_per_node(self.node_size, conditions)
+            self.node = nodes.Node(net, node_size, x, self.num_buckets)
             net, x = self.node.across(net), self.node.shard(x)
         self.across = net  # where x is averaged: all of it among all, or a shard between nodes
         self.size = self.group_size or self.usual_size(net.world_size)
@@ -256,10 +264,13 @@ class WAGMA(Algorithm):
             return ContributedAhead(self.net, x)
         return Contributed(x, while_summing=self.overlap)
 
+    def gradient_made(self, g: Tensor, begin: int) -> None:
+        assert self.node is not None
+        self.node.gradient_made(g, begin)
+
     def before_update(self, x: Tensor, g: Tensor) -> None:
         if self.node is not None:
-            self.num_active = self.node.sum_of_active(g, active=True)
-            g /= self.num_active
+            self.num_active = self.node.average(g)
 
     def after_update(self, x: Tensor) -> None:
         if self.node is not None:
@@ -309,13 +320,13 @@ class WAGMA(Algorithm):
 
     def _make_steps_of_the_node(self, x: Tensor, node: nodes.Node) -> None:
         """Makes steps with the node's other ranks until none of them makes a step."""
-        zeros = torch.zeros_like(x)
-        while num_active := node.sum_of_active(zeros, active=False):
+        while num_active := node.serve(x):
             self.num_active = num_active
             self.after_update(x)
-            zeros.zero_()
 
     def stop(self) -> None:
+        if self.node is not None:
+            self.node.stop()
         self.engine.stop()
 
     def state_dict(self) -> dict[str, Any]:

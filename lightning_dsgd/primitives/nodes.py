@@ -5,6 +5,11 @@
          or each rank exchanges one shard of it with the ranks of its place on other nodes
 
 A rank that has run out of data brings zeros, and takes over the step of those that have not.
+
+With `num_buckets` a lane makes the mean in pieces, during the backward pass (`pieces`).
+It tells how many ranks step; only where some do not, the training threads ask who does.  They do so
+once after each round, as all ranks of the node know the same number, so none asks alone.  A step
+that a rank has handed over pieces of, and gives up, counts as one that changes nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from torch import Tensor
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.hyperparameters import at_least
 from lightning_dsgd.primitives.own_device import await_step
+from lightning_dsgd.primitives.pieces import Pieces
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.view import View
@@ -37,6 +43,39 @@ def node_size(what: str) -> Any:
     )
 
 
+def num_buckets() -> Any:
+    """Makes the hyperparameter `num_buckets`."""
+    return at_least(
+        1,
+        default=None,
+        doc="with `node_size`: number of pieces of equal size in which a node averages its "
+        "gradients, during the backward pass; None: all at once, after it",
+    )
+
+
+PIECES_OPTION: Final = "num_buckets", "num_buckets=None"
+"""What has a node average gradients during the backward pass, and what does not."""
+
+
+def check_num_buckets(num: int | None, *, is_hierarchical: bool) -> None:
+    """Raises where there is no node whose gradients could be cut into pieces."""
+    if num is not None and not is_hierarchical:
+        raise ValueError(
+            "num_buckets cuts the gradients that the ranks of a node average, got "
+            f"num_buckets={num} without node_size; set node_size, or leave num_buckets out"
+        )
+
+
+def check_never_scaled(num_buckets: int | None, conditions: Conditions) -> None:
+    """Raises where gradients would be summed before it is known whether their loss overflowed."""
+    if num_buckets is not None and conditions.skips_overflow:
+        raise ValueError(
+            "num_buckets needs gradients that are never scaled, got "
+            f"num_buckets={num_buckets} with a loss that is scaled for fp16; use "
+            'precision="bf16-mixed", or leave num_buckets out'
+        )
+
+
 def check_node_size(size: int | str, world_size: int, conditions: Conditions) -> None:
     """Raises unless all nodes have the same number of ranks."""
     known = conditions.ranks_per_node if size == AUTO else size
@@ -54,9 +93,17 @@ def ranks_per_node(size: int | str, conditions: Conditions) -> int:
 
 
 class Node:
-    """Holds the ranks of this rank's node together."""
+    """Holds the ranks of this rank's node together.
 
-    def __init__(self, net: Transport, size: int) -> None:
+    Args:
+        net: the network of all ranks
+        size: how many ranks a node has
+        x: the weights, like which gradients are laid out
+        num_buckets: in how many pieces the node averages its gradients; None: after the backward
+            pass
+    """
+
+    def __init__(self, net: Transport, size: int, x: Tensor, num_buckets: int | None) -> None:
         self.net = net.sub("node")
         self.size = size
         self.place = net.rank % size
@@ -64,15 +111,63 @@ class Node:
         self.members = range(self.leader, self.leader + size)
         self.is_leader = net.rank == self.leader
         self.first_active = self.leader
+        self._pieces = None
+        if num_buckets is not None and size > 1:
+            assert isinstance(net, Endpoint)
+            firsts = range(0, net.world_size, size)
+            node = View.one_of(net.sub("pieces"), [range(each, each + size) for each in firsts])
+            self._pieces = Pieces(node, x, _average, weight=lambda: 1, num_pieces=num_buckets)
 
-    def sum_of_active(self, g: Tensor, *, active: bool) -> int:
-        """Sums g over the node; returns how many of its ranks step (idle ranks bring zeros)."""
+    def gradient_made(self, g: Tensor, begin: int) -> None:
+        """Hands over what the backward pass has made of a gradient."""
+        if self._pieces is not None:
+            self._pieces.hand_over(g, begin)
+
+    def average(self, g: Tensor) -> int:
+        """Puts the mean of the gradients of the ranks that step into g; returns their number."""
+        if self._pieces is None:
+            num_active = self._sum(g, active=True)
+            g /= num_active
+            return num_active
+        self._pieces.check()
+        self._pieces.hand_over(g, 0)
+        self._pieces.take_mean(g)
+        return self._see_who_steps(self._pieces.num_active, active=True)
+
+    def serve(self, x: Tensor) -> int:
+        """Takes part in a mean with a gradient of zero; returns how many ranks step."""
+        if self._pieces is None:
+            return self._sum(torch.zeros_like(x), active=False)
+        if not self._pieces.complete():
+            self._pieces.serve(x)
+        return self._see_who_steps(self._pieces.num_active, active=False)
+
+    def stop(self) -> None:
+        """Ends the lane; never waits for another rank."""
+        if self._pieces is not None:
+            self._pieces.stop()
+
+    def _sum(self, g: Tensor, *, active: bool) -> int:
+        """Sums g over the node; returns how many of its ranks step."""
         await_step(self.net, g)  # else a sum of the node would hold up those of the lane
+        num_active = self._gather_who_steps(active=active)
+        if num_active:
+            self.net.all_reduce(g, self.members).wait()
+        return num_active
+
+    def _see_who_steps(self, num_active: int, *, active: bool) -> int:
+        """Sees which ranks of the node step, where some do and some do not."""
+        if 0 < num_active < self.size:
+            self._gather_who_steps(active=active)
+        else:
+            self.first_active = self.leader
+        return num_active
+
+    def _gather_who_steps(self, *, active: bool) -> int:
         flags = self.net.all_gather(torch.tensor([int(active)]), self.members).wait()
         stepping = [rank for rank, flag in zip(self.members, flags, strict=True) if flag]
         if stepping:
             self.first_active = stepping[0]
-            self.net.all_reduce(g, self.members).wait()
         return len(stepping)
 
     def give_to_leader(self, x: Tensor) -> None:
@@ -114,3 +209,9 @@ class Node:
     def gather(self, x: Tensor) -> None:
         """Puts every rank's shard into x."""
         self.net.gather_into(x, self.shard(x), self._sizes(len(x)), self.members).wait()
+
+
+def _average(net: Transport, piece: Tensor, _: slice, weight: int, total: int) -> None:
+    """Puts the mean over the ranks that step into a piece of the gradient, in the lane."""
+    net.all_reduce(piece).wait()
+    piece /= total

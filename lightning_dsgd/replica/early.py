@@ -27,15 +27,16 @@ from lightning_dsgd.transport import PeerLost
 
 def check(algorithm: Algorithm, layout: Whole, *, check_finite: bool) -> None:
     """Raises `ValueError` where gradients cannot be taken during the backward pass."""
+    given, way_out = algorithm.pieces_option
     if algorithm.traits.takes_pieces and check_finite:
         raise ValueError(
-            "check_finite=True looks at a gradient before it is sent, got it with overlap=True, "
+            f"check_finite=True looks at a gradient before it is sent, got it with {given}, "
             "which sends it during the backward pass; leave one of them out"
         )
     if algorithm.traits.takes_pieces and layout.describe():
         raise ValueError(
-            "overlap=True needs a replica that one rank holds, got one that several ranks hold "
-            "together; set overlap=False"
+            f"{given} needs a replica that one rank holds, got one that several ranks hold "
+            f"together; set {way_out}"
         )
 
 
@@ -68,17 +69,18 @@ class EarlyGradients:
         is_first = not self._made  # of this backward pass, in which the algorithm's traits stay
         if is_first and not self._current().traits.takes_pieces:  # any more, or yet
             return
+        given, way_out = self._current().pieces_option
         if index in self._made:
             raise ValueError(
-                "overlap=True needs one backward pass per step, got a second one for parameter "
-                f"{self._weights.names[index]!r}; set overlap=False, or do not accumulate gradients"
+                f"{given} needs one backward pass per step, got a second one for parameter "
+                f"{self._weights.names[index]!r}; set {way_out}, or do not accumulate gradients"
             )
         grad, g = parameter.grad, self._weights.g
         assert grad is not None
         if grad.untyped_storage().data_ptr() == g.untyped_storage().data_ptr():
             raise ValueError(
-                "overlap=True needs gradients that are dropped after each step, got one that is "
-                "kept; call optimizer.zero_grad(set_to_none=True), or set overlap=False"
+                f"{given} needs gradients that are dropped after each step, got one that is "
+                f"kept; call optimizer.zero_grad(set_to_none=True), or set {way_out}"
             )
         self._made[index] = _version(grad)
         last = self._first
@@ -92,14 +94,15 @@ class EarlyGradients:
 
     def gather(self) -> Tensor:
         """Returns g, with all put into it that has not been handed over yet."""
+        given, way_out = self._current().pieces_option
         for index, version in self._made.items():
             grad = self._weights.parameters[index].grad
             if grad is None or _version(grad) != version:
                 raise ValueError(
-                    "overlap=True sends a gradient as soon as it is made, got a gradient of "
+                    f"{given} sends a gradient as soon as it is made, got a gradient of "
                     f"parameter {self._weights.names[index]!r} that was changed since; change it "
                     "once it is reduced (in on_before_optimizer_step with the Trainer, by "
-                    "fabric.clip_gradients, after replica.reduce_gradients()), or set overlap=False"
+                    f"fabric.clip_gradients, after replica.reduce_gradients()), or set {way_out}"
                 )
         is_same = self._algorithm is self._current()  # another has nothing yet
         g = self._weights.gather(0, self._first if is_same else None)

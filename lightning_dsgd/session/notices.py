@@ -224,9 +224,9 @@ def _small_pieces(facts: Facts) -> str:
     if num_pieces <= enough:
         return ""
     return (
-        f'got num_buckets={num_pieces} with overlap=True, strategy="{algorithm.name}" and '
-        f"{num_weights:,} weights: messages of so small pieces take longer than what they hide; "
-        f"set num_buckets={enough}, or overlap=False"
+        f'got num_buckets={num_pieces} with strategy="{algorithm.name}" and {num_weights:,} '
+        "weights: messages of so small pieces take longer than what they hide; set "
+        f"num_buckets={enough}, or {algorithm.pieces_option[1]}"
     )
 
 

@@ -50,9 +50,10 @@ def check_trainer(trainer: Any, algorithm: Algorithm) -> None:
                 'weights of their own; use strategy="allreduce", or prune after training'
             )
     if algorithm.traits.takes_pieces and (most := seams.most_accumulated(trainer)) > 1:
+        given, way_out = algorithm.pieces_option
         raise ValueError(
-            "overlap=True sends a gradient during its backward pass, so a step must have one, got "
-            f"accumulate_grad_batches={most}; set overlap=False"
+            f"{given} sends a gradient during its backward pass, so a step must have one, got "
+            f"accumulate_grad_batches={most}; set {way_out}"
         )
     if seams.validates_by_time(trainer):
         raise ValueError(
@@ -101,9 +102,10 @@ def check_sync_batchnorm(algorithm: Algorithm, device: torch.device) -> None:
             f'{got}; {way_out}, or use strategy="allreduce"'
         )
     if algorithm.traits.takes_pieces:
+        given, without = algorithm.pieces_option
         raise ValueError(
-            "sync_batchnorm must be off with overlap=True, as both would sum during the backward "
-            f"pass, in an order that differs between ranks, {got}; {way_out}, or set overlap=False"
+            f"sync_batchnorm must be off with {given}, as both would sum during the backward "
+            f"pass, in an order that differs between ranks, {got}; {way_out}, or set {without}"
         )
     if device.type == "cpu":
         raise ValueError(

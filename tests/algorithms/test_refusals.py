@@ -18,6 +18,7 @@ REFUSED = {
     "sgp:num_peers=0": "num_peers must be a whole number of at least 1, got num_peers=0",
     "sgp:topology=star": "got topology='star'",
     "sgp:node_size=auto": "got node_size='auto' (by the launch: not known)",
+    "sgp:num_buckets=8": "got num_buckets=8 without node_size; set node_size",
     "sgp:node_size=3": "got node_size=3 with world_size=4",
     "popsgd:topology=star": 'must be "complete" or "cycle", got topology=\'star\'',
     **dict.fromkeys(
@@ -46,6 +47,7 @@ REFUSED = {
     "group_period=4; try sync_period=8",
     "wagma:group_period=300": "got sync_period=100 with group_period=300; try sync_period=300",
     "wagma:node_size=auto": "got node_size='auto' (by the launch: not known)",
+    "wagma:num_buckets=8": "got num_buckets=8 without node_size; set node_size",
     "wagma:node_size=3": "node_size must divide world_size, got node_size=3",
     "wagma:node_size=2:group_size=8": "no larger than the number of nodes, got group_size=8",
     "local_sgd:num_fragments=9": "got num_fragments=9 with sync_period=2; try num_fragments=2, "

@@ -35,6 +35,7 @@ SPECS = ["wagma", "eager_sgd:quorum=solo", f"sgp:overlap={STEPS - 1}", "adpsgd",
 LATER_SPECS = [
     "wagma:overlap=true",
     "wagma:node_size=2:group_size=2:overlap=true",
+    "wagma:node_size=2:group_size=2:overlap=true:num_buckets=4",
     "popsgd:wire_dtype=int8",
     "hpsgd:wire_dtype=int8",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithm import Conditions
+from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
@@ -148,22 +149,32 @@ def meet_before_the_step(net: Any, algorithm: Any) -> list[Tensor]:
     return values(model)
 
 
-def train_in_each_way(net: Any, overlap: bool) -> list[Tensor]:
-    algorithm, found = partial(AllReduce, overlap=overlap, num_buckets=3), []
+def train_in_each_way(net: Any, spec: str) -> list[Tensor]:
+    algorithm, found = partial(make_algorithm, spec), []
     for train in (train_with, freeze_with, meet_before_the_step):
         found += train(net.sub(train.__name__), algorithm)
     return found
 
 
-def test_gradients_that_leave_during_the_backward_pass_are_the_same() -> None:
+@pytest.mark.parametrize(
+    ("spec", "in_pieces"),
+    [
+        ("allreduce", "allreduce:overlap=true:num_buckets=3"),
+        ("sgp:node_size=2", "sgp:node_size=2:num_buckets=3"),
+        ("wagma:node_size=2", "wagma:node_size=2:num_buckets=3"),
+    ],
+)
+def test_gradients_that_leave_during_the_backward_pass_are_the_same(
+    spec: str, in_pieces: str
+) -> None:
     """Also where a layer is frozen later, or all ranks meet before a step."""
-    plain = SimulatedWorld(2).run(train_in_each_way, False)
+    plain = SimulatedWorld(2).run(train_in_each_way, spec)
     for run in (SimulatedWorld(2, latency_s=1e-3).run, partial(ProcessWorld().run, 2)):
-        assert_same([*plain, *run(train_in_each_way, True)])
+        assert_same([*plain, *run(train_in_each_way, in_pieces)])
 
 
-def change_early(net: Any, what: str) -> None:
-    algorithm = partial(AllReduce, overlap=True)
+def change_early(net: Any, what: str, spec: str) -> None:
+    algorithm = partial(make_algorithm, spec)
     model, optimizer, replica = make(net, algorithm)
     if what == "check_finite":
         Replica(net.sub("checked"), model, [optimizer], algorithm(), check_finite=True)
@@ -189,7 +200,21 @@ def change_early(net: Any, what: str) -> None:
 )
 def test_gradients_that_have_left_must_not_change(what: str, message: str) -> None:
     with pytest.raises(RankFailed, match=message):
-        SimulatedWorld(2).run(change_early, what)
+        SimulatedWorld(2).run(change_early, what, "allreduce:overlap=true")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("check_finite", "got it with num_buckets"),
+        ("a second backward pass", "num_buckets needs one.*; set num_buckets=None"),
+        ("a gradient that is kept", "num_buckets needs.*, or set num_buckets=None"),
+        ("clipping", "num_buckets sends a gradient.*, or set num_buckets=None"),
+    ],
+)
+def test_what_must_not_change_is_told_by_the_option_that_is_set(what: str, message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        SimulatedWorld(2).run(change_early, what, "sgp:node_size=2:num_buckets=2")
 
 
 Saved = tuple[list[dict[str, Any]], list[list[str]], list[Tensor], list[Tensor]]

@@ -48,7 +48,8 @@ class OnDevice(Seeded):
 def train_on(name: str, device: torch.device, num_steps: int) -> tuple[Tensor, float, set[str]]:
     world_size = int(os.environ["WORLD_SIZE"])
     model, data = OnDevice(), loader(4 * world_size * num_steps, 4)
-    strategy = DecentralizedStrategy(ALL[name](), timeout_s=60.0)
+    make = ALL.get(name, partial(make_algorithm, name))
+    strategy = DecentralizedStrategy(make(), timeout_s=60.0)
     options = {"accelerator": accelerator_of(device), "val_check_interval": num_steps // 2}
     fit = trainer(strategy, world_size, **options)
     fit.fit(model, data, loader(8, 4))
@@ -77,6 +78,22 @@ def check(names: list[str], world_size: int, num_steps: int, seed: int = 0) -> N
             if name in TIMELESS:
                 assert trained.equal(expected), name
                 assert loss == cpu_loss, name
+
+
+@pytest.mark.parametrize(
+    ("world_size", "spec"),
+    [
+        (2, "sgp:node_size=2"),
+        pytest.param(4, "sgp:node_size=2", marks=pytest.mark.exhaustive),
+        pytest.param(4, "wagma:node_size=2:grace_s=Infinity", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_pieces_of_gradients_within_a_node_change_no_bit(world_size: int, spec: str) -> None:
+    specs = [f"{spec}:num_buckets={num}" for num in (None, 3)]
+    for rank in FakeFitWorld().run(world_size, train_on_both, specs, 4):
+        [expected, *others] = [row for rows in rank.values() for row in rows]
+        assert expected[0].isfinite().all()
+        assert all(trained.equal(expected[0]) for trained, _, _ in others)
 
 
 @pytest.mark.exhaustive

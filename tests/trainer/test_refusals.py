@@ -169,6 +169,13 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"strategy": make("allreduce", overlap=True), "accumulate_grad_batches": 2},
         "a step must have one, got accumulate_grad_batches=2; set overlap=False",
     ),
+    "accumulation with pieces of a node's gradient": (
+        lambda: {
+            "strategy": make("sgp", node_size=1, num_buckets=2),
+            "accumulate_grad_batches": 2,
+        },
+        "num_buckets sends.*got accumulate_grad_batches=2; set num_buckets=None",
+    ),
     "a parameter of two optimizers": (
         lambda: {"model": TwoOwners()},
         "must belong to one optimizer, got 'net.3.bias' in the optimizers 0 and 1.*give it to",

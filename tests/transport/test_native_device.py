@@ -148,6 +148,7 @@ def test_algorithms_train_on_a_device(names: list[str]) -> None:
     later=[
         *("wagma:overlap=true", "wagma:node_size=2:group_size=2"),
         "wagma:node_size=2:group_size=2:overlap=true",
+        "wagma:node_size=2:group_size=2:overlap=true:num_buckets=4",
         *("eager_sgd:quorum=solo", "hpsgd", "popsgd:wire_dtype=int8", "wagma:wire_dtype=int8"),
     ],
 )
