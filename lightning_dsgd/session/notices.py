@@ -1,8 +1,8 @@
 """What a training would lose in silence: a line each at its start, on the first rank.
 
 A line says what was given, what happens, and what to do.  All are warnings, as another choice
-avoids the loss.  Two lines are told in any case: how many entries a sparse strategy sends, and what
-a strategy waits for that could train on.
+avoids the loss.  Three lines are told in any case: how many entries a sparse strategy sends, what
+a strategy waits for that could train on, and what setting is meant for several nodes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ LOW_DENSITY: Final = 0.01
 """The papers' lowest density; below it an entry waits for more than a hundred exchanges."""
 LOW_BETA: Final = 0.5
 """Adam's first beta that suits sparse gradients."""
+_FOR_NODES: Final[dict[str, dict[str, int]]] = {
+    "allreduce": {"overlap": True},
+    "wagma": {"overlap": True, "group_period": 2},
+}
+"""What hides the sums between nodes behind a step, by the model of docs/gpus.md, at the least."""
 _PERIODS: Final = ("group_period", "local_steps", "sync_period")
 """Hyperparameters that may hold the number of steps between two exchanges; the first counts."""
 
@@ -80,6 +85,7 @@ def tell(
     for text in [
         *engines(algorithm, replica.net, on_device=on_device),
         *waits(algorithm, num_replicas, num_bytes, on_device=on_device),
+        *between_nodes(parts[0].algorithm, num_replicas),
     ]:
         announce(text)
     if isinstance(algorithm, ErrorFeedback):
@@ -121,6 +127,38 @@ def waits(algorithm: Algorithm, num_replicas: int, num_bytes: int, *, on_device:
         f'With overlap=False ranks wait in every exchange of strategy="{algorithm.name}" until '
         f"{mb:.3g} MB of weights are averaged; with overlap=True they train on meanwhile, for "
         f"{(training - waiting) * mb:.3g} MB more memory."
+    ]
+
+
+def between_nodes(algorithm: Algorithm, num_replicas: int) -> list[str]:
+    """Returns what setting is meant for ranks on several nodes, where another one has been set.
+
+    Nothing is said of an algorithm that knows the nodes, or is to be as printed, and of a setting
+    that this training would refuse.
+
+    Args:
+        algorithm: has been started, and knows how many ranks a node has
+        num_replicas: how many copies of the model there are
+    """
+    per_node, name = algorithm.conditions.ranks_per_node, algorithm.name
+    options = algorithm.hyperparameters()
+    is_apart = options.get("node_size") or options.get("paper") or options.get("delay")
+    if per_node is None or per_node >= num_replicas or is_apart:
+        return []
+    meant = {key: least for key, least in _FOR_NODES.get(name, {}).items() if options[key] < least}
+    if not meant:
+        return []
+    try:
+        other: Algorithm = replace(algorithm, **meant)  # type: ignore[type-var]
+        other.check(num_replicas, algorithm.conditions)
+    except ValueError:
+        return []
+    given, way_out = (
+        " and ".join(f"{key}={each[key]}" for key in meant) for each in (options, meant)
+    )
+    return [
+        f'With {given} ranks of strategy="{name}" wait for what travels between nodes; {way_out} '
+        'is meant to hide that (page "On GPUs", "Two nodes of 8 GPUs").'
     ]
 
 

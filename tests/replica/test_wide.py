@@ -29,6 +29,7 @@ MORE = {
     "local_sgd_scaled": "local_sgd:sync_period=4:scale_steps=true",
     "local_sgd_momentum": "local_sgd:sync_period=4:average_momentum=true",
     "wagma_of_nodes": "wagma:node_size=2",
+    "wagma_of_nodes_in_pieces": "wagma:node_size=2:num_buckets=3",
     "sgp_of_nodes": "sgp:node_size=2",
 }
 SPECS = {name: TABLE[name].spec for name in AVERAGING} | MORE

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import lightning_dsgd as dsgd
+from lightning_dsgd.algorithm import ORDINARY, Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.devices import CONNECTIONS
-from lightning_dsgd.session.notices import Facts, notices, tell, waits
+from lightning_dsgd.session.notices import Facts, between_nodes, notices, tell, waits
 from tests.support.faces import FACES, Loop
 from tests.support.fits import Plain, run
+from tests.support.heard import Heard
 from tests.support.thorough import cases
 
 MODEL = nn.Linear(10, 1)
@@ -95,6 +100,31 @@ def test_what_ranks_wait_for_is_told_with_what_it_would_cost_not_to(
     assert waits(make_algorithm(spec), 1, 2_000_000, on_device=False) == []
 
 
+@pytest.mark.parametrize(
+    ("spec", "given", "meant"),
+    [
+        ("allreduce", "overlap=False", "overlap=True"),
+        ("wagma", "overlap=False and group_period=1", "overlap=True and group_period=2"),
+        ("wagma:overlap=true", "group_period=1", "group_period=2"),
+        *((f"wagma:{each}", "", "") for each in ("overlap=true:group_period=4", "paper=true")),
+        *((f"wagma:{each}", "", "") for each in ("node_size=4", "sync_period=25")),
+        *(("allreduce:overlap=true", "", ""), ("allreduce:delay=1", "", ""), ("dpsgd", "", "")),
+    ],
+)
+def test_what_is_meant_for_several_nodes_is_told(spec: str, given: str, meant: str) -> None:
+    algorithm = make_algorithm(spec)
+    for per_node, num_replicas in ((8, 16), (4, 8)):
+        algorithm.conditions = Conditions(ranks_per_node=per_node)
+        lines = between_nodes(algorithm, num_replicas)
+        assert len(lines) == bool(given)
+        assert all(f"With {given} ranks" in line for line in lines)
+        assert all(f"between nodes; {meant} is meant to" in line for line in lines)
+    for per_node, skips in ((None, False), (16, False), (8, True)):
+        algorithm.conditions = Conditions(ranks_per_node=per_node, skips_overflow=skips)
+        is_told = bool(given) and skips and spec.startswith("wagma")
+        assert len(between_nodes(algorithm, 16)) == is_told
+
+
 class WithAdam(Plain):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -121,6 +151,24 @@ def test_the_lines_stand_once_and_on_rank_0_alone(face: str, tmp_path: Path) -> 
     assert all("got sync_period=9" in line and "training of 8 steps" in line for line in period)
 
 
+def train_on_nodes(face: str) -> list[str]:
+    """What this rank logs of nodes, where each rank has a node of its own."""
+    names = "lightning_dsgd", "lightning.pytorch.utilities.rank_zero"
+    for name in (*names, "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    heard = Heard(*names, "lightning.fabric.utilities.rank_zero")
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"} if face == "plain" else {}):
+        FACES[face](Loop(Plain(), dsgd.WAGMA(2), [(torch.ones(4, 10), torch.ones(4, 1))] * 4))
+    return [line for line in heard.lines if "between nodes" in line]
+
+
+def test_what_is_meant_for_several_nodes_is_logged_once_and_there_alone() -> None:
+    (line,), nothing = run(2, train_on_nodes, "plain")
+    assert nothing == []
+    assert "overlap=True and group_period=2 is meant to hide that" in line
+    assert run(2, train_on_nodes, "Trainer") == [[], []]  # on one node
+
+
 class OnGPU:
     """Weights of which only their place and their size are asked."""
 
@@ -137,10 +185,11 @@ def test_few_hardware_queues_are_told(monkeypatch: pytest.MonkeyPatch, given: st
     if given is not None:
         monkeypatch.setenv(CONNECTIONS, given)
     net = SimpleNamespace(world_size=2, sum_engine="NCCL")
-    part = SimpleNamespace(optimizer=torch.optim.SGD(MODEL.parameters(), 0.1), x=OnGPU())
-    training = SimpleNamespace(
-        replica=SimpleNamespace(net=net, parts=[part]), algorithm=make_algorithm("allreduce")
-    )
+    algorithm = make_algorithm("allreduce")
+    algorithm.conditions = ORDINARY
+    optimizer = torch.optim.SGD(MODEL.parameters(), 0.1)
+    part = SimpleNamespace(algorithm=algorithm, optimizer=optimizer, x=OnGPU())
+    training = SimpleNamespace(replica=SimpleNamespace(net=net, parts=[part]), algorithm=algorithm)
     ranks, announced = SimpleNamespace(is_first=True), list[str]()
     session: Any = SimpleNamespace(training=training, ranks=ranks)
     with warnings.catch_warnings(record=True) as warned:
