@@ -32,12 +32,16 @@ always found if it is the only one in its hash; several hide each other with a c
 2^-56.  One side adds what the other subtracts, even if it was decoded wrongly, so the mean over all
 ranks is conserved up to the rounding of that addition; the partners are up to s apart afterwards.
 
+With `average_momentum=True` two partners also average what their optimizers keep for each weight
+(`moments.py`), in full whatever the `wire_dtype`.  This needs `blocking=True`: half of a difference
+that comes late can make a second moment negative.
+
 Differs from the paper: matchings instead of independent pairs, so that each rank interacts equally
 often, and never with itself; any optimizer; the published code is one-sided and changes the mean.
-Not in the paper: `wire_dtype`.  With `paper=True` the pairs are independent, each drawn uniformly
-from all pairs of ranks (or of neighbours); both wait for each other, and send their weights
-unchanged.  The pairs of a rank come in an order that all ranks know, so of all pairs that are due
-the first one never waits for another.
+Not in the paper: `wire_dtype`, `average_momentum`.  With `paper=True` the pairs are independent,
+each drawn uniformly from all pairs of ranks (or of neighbours); both wait for each other, and send
+their weights unchanged.  The pairs of a rank come in an order that all ranks know, so of all pairs
+that are due the first one never waits for another.
 
 Waits for nobody, with `blocking` for one partner every local_steps steps.  Sends (|x| + 32 bytes) /
 local_steps per step, 16 bytes instead of the 32 with `blocking`; one byte per element and 2 KB with
@@ -56,7 +60,8 @@ from torch import Tensor
 from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
-from lightning_dsgd.primitives import step_scaling, topology
+from lightning_dsgd.primitives import moments, step_scaling, topology
+from lightning_dsgd.primitives.moments import Moments
 from lightning_dsgd.primitives.partners import Partners
 from lightning_dsgd.primitives.published import publication_of
 from lightning_dsgd.primitives.rounds import Background
@@ -82,13 +87,14 @@ class PopSGD(Algorithm):
         with_whom="a random partner",
         sends="|x| / `local_steps`",
         memory="2 |x|, 5 |x| during an exchange, on a device 3 |x| and 4 |x|; |x| with `blocking`; "
-        "|x| more with a `wire_dtype`",
+        "|x| more with a `wire_dtype`, |x| more with `average_momentum`, 3 |x| with Adam",
     )
 
     printed: ClassVar[dict[str, Any]] = {
         "blocking": True,
         "wire_dtype": "float32",
         "scale_steps": False,
+        "average_momentum": False,
     }
 
     local_steps: int = at_least(1, default=1, doc="number of steps from one exchange to the next")
@@ -113,6 +119,7 @@ class PopSGD(Algorithm):
     )
     seed: int = setting(default=0, doc="seed of the random pairs")
     scale_steps: bool = step_scaling.scale_steps()
+    average_momentum: bool = moments.average_momentum("needs `blocking=True`")
     paper: bool = setting(
         default=False,
         doc="if True, the algorithm is as printed: pairs are independent, and wait for each other",
@@ -136,7 +143,16 @@ class PopSGD(Algorithm):
         copies = 1.0
         if not self.blocking:
             copies = 4.0 if on_device else 5.0  # during an exchange
-        return copies if self.wire_dtype == "float32" else copies + 1
+        copies += self.wire_dtype != "float32"
+        return copies + self.average_momentum
+
+    def check_hyperparameters(self) -> None:
+        super().check_hyperparameters()
+        if self.average_momentum and not self.blocking:
+            raise ValueError(
+                "average_momentum is for exchanges that ranks wait for, got average_momentum=True "
+                "with blocking=False; set blocking=True, or average_momentum=False"
+            )
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
@@ -146,6 +162,7 @@ class PopSGD(Algorithm):
         self.exponent = UNKNOWN  # of the s that this rank needs
         draw = topology.random_pair if self.paper else topology.random_partners
         self.partners = Partners(net, draw, self.topology, self.seed)
+        self.moments = Moments(conditions) if self.average_momentum else None
         self.lane: _Averager | None = None
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
@@ -173,6 +190,9 @@ class PopSGD(Algorithm):
         else:
             mine = self.on_wire(x)
             x += half_difference(self.net.exchange(mine, partner).wait(), mine, x)
+        if self.moments is not None:
+            self.moments.send(self.net, self.moments.message(x, 1), partner)
+            self.moments.merge(1, self.moments.receive(self.net, x, partner))
         self.tick(partner, clock)
 
     def on_wire(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Algorithm 1; with an optimizer that has Nesterov's momentum, Algorithm 2:
     z <- x / w                           p = 1 / (number of out-neighbours + 1)
 
 Legend: x the biased weights, w their push weight, z the de-biased weights, g the gradient, U the
-optimizer with all its state, which stays local.
+optimizer, whose state stays local.
 
 The parameters hold z at all times.  x = w z is never stored: w is 1, to the bit, as long as every
 rank receives as many shares as it sends; if not, (w - 1) z is put aside while the optimizer steps.
@@ -29,9 +29,19 @@ overlap), 1 / (4 + 2 overlap) with one peer.  This rule holds with `overlap`, an
 has stopped.  Where a share of nothing comes, it holds for the receiver too.  Without these, w is 1,
 or, on random graphs, as small as chance makes it.
 
+With `average_momentum=True` a share carries (p w m) too, for each tensor m that U keeps:
+
+    m <- (sum of p w m, the own one and what arrives) / (sum of their p w)
+
+It is a mean in which a rank counts as its weights count in z.  U reads m at z, so m is kept as z is
+and not as x: Adam's second moment stays in proportion whatever w is.  A parameter without m counts
+as p w = 0 (`moments.py`).  All that a rank sends in a step leaves before it waits, so a rank waits
+for no other than without.  m of an earlier step would pull U back, so it needs `overlap=0`.
+
 Differs from the paper: any optimizer; any P; ranks may have different numbers of batches; weight
 decay acts on z, where the gradient is computed, and not on x (the same if w is 1).  Not in the
-paper: `wire_dtype`.  A rank keeps in its own x what it rounds off a share, so the sum of x stays.
+paper: `wire_dtype`, `average_momentum`.  A rank keeps in its own x what it rounds off a share, so
+the sum of x stays.
 
 With `paper=True` and `overlap=tau` it is tau-OSGP as published (ICML 2019): a rank sends every tau
 steps only, and in such a step waits for what was sent tau steps ago.
@@ -54,7 +64,8 @@ from torch import Tensor
 from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
-from lightning_dsgd.primitives import nodes, rounding, step_scaling, topology
+from lightning_dsgd.primitives import moments, nodes, rounding, step_scaling, topology
+from lightning_dsgd.primitives.moments import Moments
 from lightning_dsgd.transport import Transport, Work
 
 
@@ -71,10 +82,14 @@ class SGP(Algorithm):
         with_whom="`num_peers` other ranks, changing",
         sends="`num_peers` |x|",
         memory="2 |x|; 3 |x| with `overlap` or random graphs or different numbers of batches; "
-        "|g| more with a `node_size`",
+        "|g| more with a `node_size`, |x| more with `average_momentum`, 3 |x| with Adam",
     )
 
-    printed: ClassVar[dict[str, Any]] = {"wire_dtype": "float32", "scale_steps": False}
+    printed: ClassVar[dict[str, Any]] = {
+        "wire_dtype": "float32",
+        "scale_steps": False,
+        "average_momentum": False,
+    }
 
     pieces_option = nodes.PIECES_OPTION
 
@@ -98,6 +113,7 @@ class SGP(Algorithm):
     num_buckets: int | None = nodes.num_buckets()
     wire_dtype: str = rounding.wire_dtype("stays with the rank that sends")
     scale_steps: bool = step_scaling.scale_steps()
+    average_momentum: bool = moments.average_momentum("needs `overlap=0` and no `node_size`")
     paper: bool = setting(
         default=False,
         doc="if True, the algorithm is as printed: with `overlap` weights are sent every `overlap` "
@@ -135,11 +151,22 @@ class SGP(Algorithm):
     ) -> float:
         is_held = self.overlap > 0 or self.topology.startswith("random") or is_claimed
         copies = 3.0 if is_held else 2.0
-        return copies + 1 if self.hierarchical else copies
+        return copies + self.hierarchical + self.average_momentum
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()
         nodes.check_num_buckets(self.num_buckets, is_hierarchical=self.hierarchical)
+        if self.average_momentum and self.overlap:
+            raise ValueError(
+                "average_momentum is for messages of the same step, got average_momentum=True with "
+                f"overlap={self.overlap}; set overlap=0, or average_momentum=False"
+            )
+        if self.average_momentum and self.hierarchical:
+            raise ValueError(
+                "average_momentum is for ranks that exchange their weights themselves, got "
+                f"average_momentum=True with node_size={self.node_size!r}; set node_size=None, or "
+                "average_momentum=False"
+            )
 
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         super().check(world_size, conditions)
@@ -155,6 +182,7 @@ class SGP(Algorithm):
         self.lateness = [0, 0]  # messages taken, and how many steps late they were in all
         size = 1 if self.node_size is None else nodes.ranks_per_node(self.node_size, conditions)
         self.node = nodes.Node(net, size, x, self.num_buckets)
+        self.moments = Moments(conditions) if self.average_momentum else None
         is_pushing = self.node.is_leader and len(x) > 0  # a shard may be empty, on all ranks alike
         self.pusher = _Pusher(net, self, size) if is_pushing else None
 
@@ -179,7 +207,7 @@ class SGP(Algorithm):
                 self._push(x)
         if self.pusher is not None:
             self._to_biased(x)
-            self.w += self.pusher.drain(x)
+            self.w += self.pusher.drain(x, self.w)
             self._to_unbiased(x)
         if self.hierarchical:
             self._share_in_node(x)
@@ -240,7 +268,7 @@ class _Pusher:
     """Runs PushSum on biased weights: sends shares, expects shares and takes them.
 
     An empty share says that its sender has stopped.  The weight of any other is a message of its
-    own, sent before the share.
+    own, sent before the share.  The optimizer's tensors follow it, if they are averaged.
     """
 
     def __init__(self, net: Transport, algorithm: SGP, node_size: int) -> None:
@@ -260,6 +288,7 @@ class _Pusher:
         self.has_got_nothing = False  # in a share
         self.expected: deque[tuple[int, int]] = deque()  # (step, from whom)
         self.next: dict[int, Work[Tensor]] = {}  # asked for, one for each neighbour looked at
+        self.momentum: list[Tensor] = []  # what has come of p w m and p w, summed
 
     def _may_give(self, w: float, p: float) -> bool:
         """Returns whether a rank that keeps p of its weight w has enough to give the rest away."""
@@ -284,16 +313,21 @@ class _Pusher:
             share = x * (p if gives else 0.0)
             message = rounding.encode(share, a.wire_dtype)
             weight = torch.tensor([w * p if gives else 0.0], dtype=torch.float64)
+            momentum = a.moments.message(x, float(weight)) if a.moments is not None else []
             for peer in going:
                 self.net.send(weight, peer)
                 self.net.push(message, peer)
+                if a.moments is not None:
+                    a.moments.send(self.net, momentum, peer)
             kept = p * (len(receivers) + 1 - len(going)) if gives else 1.0
             x *= kept
             w *= kept
             if message is not share:  # what is rounded off stays here
                 x.add_(share - rounding.decode(message, like=share), alpha=len(going))
         self.expected.extend((step, peer) for peer in self._ranks(topology.in_peers(*arguments)))
-        return w + self._take(x, step)
+        taken = self._take(x, step)
+        self._merge_momentum(w)
+        return w + taken
 
     def _take(self, x: Tensor, step: int) -> float:
         """Adds what has come to x, waits for what is due; returns the weight of both."""
@@ -325,7 +359,18 @@ class _Pusher:
         del self.next[peer]
         weight = float(self.net.recv(_FLOAT64, peer).wait())
         self.has_got_nothing = self.has_got_nothing or weight == 0
+        if self.algorithm.moments is not None:
+            came = self.algorithm.moments.receive(self.net, x, peer)
+            for total, part in zip(self.momentum, came, strict=True) if self.momentum else ():
+                total += part
+            self.momentum = self.momentum or came
         return weight
+
+    def _merge_momentum(self, w: float) -> None:
+        """Averages what has come of the optimizer's tensors with this rank's, which counts w."""
+        if self.algorithm.moments is not None and self.momentum:
+            self.algorithm.moments.merge(w, self.momentum)
+        self.momentum = []
 
     def _next(self, peer: int, x: Tensor) -> Work[Tensor]:
         """Asks for a rank's next share, if it is not asked for yet."""
@@ -343,14 +388,20 @@ class _Pusher:
                 self.stopped.add(peer)
         return peer in self.stopped
 
-    def drain(self, x: Tensor) -> float:
-        """Adds all shares under way, until every neighbour has stopped; returns their weight."""
+    def drain(self, x: Tensor, w: float) -> float:
+        """Adds all shares under way, until every neighbour has stopped; returns their weight.
+
+        Args:
+            x: the biased weights
+            w: their push weight
+        """
         for peer in self.neighbours:
             self.net.push(self._nothing(x), peer)
         weight = 0.0
         for peer in self.neighbours:
             while peer not in self.stopped:
                 weight += self._take_from(peer, x)
+        self._merge_momentum(w)
         self.begin()
         return weight
 

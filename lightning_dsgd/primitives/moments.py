@@ -6,7 +6,8 @@
     m  <-  sum_i w_i m_i / sum_i w_i          for each parameter, over the ranks that have its m
 
 Legend: m a parameter's tensor of one name, m_i rank i's, w_i how much rank i counts: 1, or as many
-samples as its steps since the last average had.
+samples as its steps since the last average had, or the push weight of the weights beside it.  The
+sums are over all ranks (`average`), or over this one and those that have sent it their `message`.
 
 A rank has none of a parameter before its first step, or where it has never had a gradient for it.
 It does not count then, and goes on without.  Numbers of steps, by which Adam corrects its moments,
@@ -19,13 +20,15 @@ period of its own; here all are averaged with the weights.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_dsgd.algorithm import Conditions
+from lightning_dsgd.hyperparameters import setting
 from lightning_dsgd.transport import Transport
 
 _ADAMS: Final = (Adam, AdamW, NAdam, RAdam)
@@ -51,6 +54,16 @@ def names_of(optimizer: Optimizer) -> tuple[str, ...]:
     raise ValueError(
         "average_momentum needs torch's SGD with momentum, Adam, AdamW, NAdam or RAdam, got "
         f"{what}; set average_momentum=False"
+    )
+
+
+def average_momentum(note: str) -> Any:
+    """Makes the hyperparameter `average_momentum`; the note says what else it needs."""
+    return setting(
+        default=False,
+        doc="if True, the optimizer's momentum is averaged with the weights, and Adam's second "
+        "moment too; sends as much again as the weights in float32, twice as much with Adam; "
+        f"{note}",
     )
 
 
@@ -80,21 +93,63 @@ class Moments:
         """Averages a fragment's tensors over the ranks that have them; all ranks call this."""
         is_inside = torch.zeros_like(x, dtype=torch.bool)
         is_inside[span] = True
-        pairs = self._parameters_in(is_inside)
-        # An optimizer makes all of a parameter's tensors in one step.
-        states = [self._optimizer.state.get(parameter, {}) for parameter, _ in pairs]
-        have = [state.get(self._names[0]) is not None for state in states]
-        totals = torch.tensor([weight if has else 0 for has in have])
+        inside = [place for _, place in self._parameters_in(is_inside)]
+        totals = self._counts(x) * weight
         net.all_reduce(totals).wait()
         for name in self._names:
-            flat = torch.zeros_like(x)
-            places = [place for _, place in self._parameters_in(flat)]
-            own = [state[name] if has else None for state, has in zip(states, have, strict=True)]
-            for each, place in zip(own, places, strict=True):
-                if each is not None:
-                    place.copy_(each).mul_(weight)
-            net.all_reduce(flat[span]).wait()
-            rows = zip(own, places, pairs, totals.tolist(), strict=True)
-            for each, place, (_, inside), total in rows:
+            sums = self._laid_out(name, x).mul_(weight)
+            net.all_reduce(sums[span]).wait()
+            rows = zip(self._kept(name, sums), inside, totals.tolist(), strict=True)
+            for (each, place), is_in, total in rows:
                 if each is not None and total:
-                    each.copy_(torch.where(inside, place / total, each))
+                    each.copy_(torch.where(is_in, place / total, each))
+
+    def message(self, x: Tensor, weight: float) -> list[Tensor]:
+        """Returns what a rank sends to another: by parameter w_i, or 0, then each w_i m_i."""
+        flats = [self._laid_out(name, x).mul_(weight) for name in self._names]
+        return [self._counts(x) * weight, *flats]
+
+    def send(self, net: Transport, message: Sequence[Tensor], dst: int) -> None:
+        """Sends a message, which nobody changes any more."""
+        counts, *flats = message
+        net.send(counts, dst)
+        for flat in flats:
+            net.push(flat, dst)
+
+    def receive(self, net: Transport, x: Tensor, src: int) -> list[Tensor]:
+        """Waits for the next message that a rank has sent here."""
+        flats = [net.pull(x[:0], src) for _ in self._names]
+        return [net.recv(_COUNTS, src).wait(), *(flat.wait() for flat in flats)]
+
+    def merge(self, weight: float, message: Sequence[Tensor]) -> None:
+        """Makes this rank's tensors the mean of them and of a message, or of a sum of several."""
+        counts, *flats = message
+        for name, flat in zip(self._names, flats, strict=True):
+            for (each, place), count in zip(self._kept(name, flat), counts.tolist(), strict=True):
+                if each is not None and count:
+                    total = weight + count
+                    each.mul_(weight / total).add_(place, alpha=1 / total)
+
+    def _counts(self, x: Tensor) -> Tensor:
+        """Returns 1 for each parameter whose tensors the optimizer has, else 0."""
+        # An optimizer makes all of a parameter's tensors in one step.
+        kept = self._kept(self._names[0], x)
+        return torch.tensor([float(each is not None) for each, _ in kept], dtype=torch.float64)
+
+    def _laid_out(self, name: str, x: Tensor) -> Tensor:
+        """Returns the tensors of one name, laid out like x, with 0 where there are none."""
+        flat = torch.zeros_like(x)
+        for each, place in self._kept(name, flat):
+            if each is not None:
+                place.copy_(each)
+        return flat
+
+    def _kept(self, name: str, flat: Tensor) -> list[tuple[Tensor | None, Tensor]]:
+        """Returns each parameter's tensor of one name, or None, with its place in a flat tensor."""
+        return [
+            (self._optimizer.state.get(parameter, {}).get(name), place)
+            for parameter, place in self._parameters_in(flat)
+        ]
+
+
+_COUNTS: Final = torch.empty(0, dtype=torch.float64)

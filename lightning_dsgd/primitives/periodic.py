@@ -64,7 +64,7 @@ from lightning_dsgd import agreement
 from lightning_dsgd.agreement import num_active
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Traits
 from lightning_dsgd.hyperparameters import above, at_least, setting
-from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step_scaling
+from lightning_dsgd.primitives import moments, outer_optimizer, quantised, rounding, step_scaling
 from lightning_dsgd.primitives.called import CalledRounds, Period
 from lightning_dsgd.primitives.error_feedback import evenly
 from lightning_dsgd.primitives.moments import Moments
@@ -101,12 +101,7 @@ class PeriodicAverage(Algorithm):
     )
     wire_dtype: str = rounding.wire_dtype()
     scale_steps: bool = step_scaling.scale_steps()
-    average_momentum: bool = setting(
-        default=False,
-        doc="if True, the optimizer's momentum is averaged with the weights, and Adam's second "
-        "moment too; sends as much again as the weights in float32, twice as much with Adam, and "
-        "takes |x| more memory during an average",
-    )
+    average_momentum: bool = moments.average_momentum("takes |x| more memory during an average")
     # Behind the fields, as dataclasses keep their places where a subclass makes them fields.
     fragments: ClassVar[str] = "equal"
     """What the pieces are: of equal size, or of whole "layers"."""

@@ -25,6 +25,8 @@ def test_every_strategy_says_what_memory_it_needs() -> None:
         ("allreduce:wire_dtype=int8:overlap=true", 3),
         ("diloco:overlap_steps=2:num_fragments=4", 2.5),
         ("sgp, claimed", 3),
+        ("sgp:average_momentum=true", 3),
+        ("popsgd:blocking=true:average_momentum=true", 2),
         ("popsgd, on a device", 4),
         ("wagma:overlap=true, on a device", 4),
         ("wagma:grace_s=Infinity", 0),

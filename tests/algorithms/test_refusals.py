@@ -56,6 +56,10 @@ REFUSED = {
     "local_sgd:overlap_steps=5:num_fragments=2": "one sum travels at a time, got overlap_steps=5 "
     "with sync_period=2 and num_fragments=2; try overlap_steps=1, or sync_period=10",
     "diloco:mixing=0.5": "with overlap_steps of at least 1, got mixing=0.5 with overlap_steps=0",
+    "sgp:average_momentum=true:overlap=2": "with overlap=2; set overlap=0, or average_momentum=",
+    "sgp:average_momentum=true:node_size=2": "with node_size=2; set node_size=None, or average_",
+    "sgp:average_momentum=true:paper=true": "set average_momentum=False or paper=False",
+    "popsgd:average_momentum=true": "got average_momentum=True with blocking=False; set blocking=",
     "sparse_loco:local_steps=1": "got local_steps=1; set local_steps=30",
 }
 

@@ -28,6 +28,8 @@ NOW = ["diloco", "hpsgd", "wagma_group_period"]
 MORE = {
     "local_sgd_scaled": "local_sgd:sync_period=4:scale_steps=true",
     "local_sgd_momentum": "local_sgd:sync_period=4:average_momentum=true",
+    "sgp_momentum": "sgp:average_momentum=true",
+    "popsgd_momentum": "popsgd:blocking=true:average_momentum=true",
     "wagma_of_nodes": "wagma:node_size=2",
     "wagma_of_nodes_in_pieces": "wagma:node_size=2:num_buckets=3",
     "sgp_of_nodes": "sgp:node_size=2",

@@ -177,16 +177,20 @@ def test_wagma_averages_what_any_optimizer_makes(optimizer: str) -> None:
     assert_close(synchronous, averaging)
 
 
-def fit_with_averaged_momentum() -> tuple[Tensor, list[Tensor]]:
-    options = {"sync_period": 2, "average_momentum": True}
-    kwargs: dict[str, Any] = {"options": options, "max_steps": 4, "max_epochs": -1}
-    model, run = fit("local_sgd", lambda: Adaptive("adam"), **kwargs)
+def fit_with_averaged_momentum(name: str, options: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    every = options | {"average_momentum": True}
+    kwargs: dict[str, Any] = {"options": every, "max_steps": 4, "max_epochs": -1}
+    model, run = fit(name, lambda: Adaptive("adam"), **kwargs)
     states = run.optimizers[0].state.values()
     return weights(model), [s[key].clone() for s in states for key in ("exp_avg", "exp_avg_sq")]
 
 
-def test_local_sgd_averages_momentum_with_the_weights() -> None:
-    (ours, kept), (theirs, others) = run(2, fit_with_averaged_momentum)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("local_sgd", {"sync_period": 2}), ("sgp", {}), ("popsgd", {"blocking": True})],
+)
+def test_momentum_is_averaged_with_the_weights(name: str, options: dict[str, Any]) -> None:
+    (ours, kept), (theirs, others) = run(2, fit_with_averaged_momentum, name, options)
     assert torch.equal(ours, theirs)
     assert len(kept) >= 4
     assert all(map(torch.equal, kept, others))
