@@ -2,6 +2,7 @@
 
     members    the ranks of a session, in the place of `session.ranks`: they go on where one is lost
     calls      ends calls although a rank is lost, with the same result everywhere
+    collectives  those of the Trainer and Fabric, among the members
     surviving  the replica begins anew among the ranks that are left
     changes    ranks are lost, or leave
     joining    ranks join the Trainer's training: `handover` gives them what the others have

@@ -201,15 +201,6 @@ class ChangingMembers(Members):
             begin, end = f"rank {self.session.rank} received", " and has left; the others go on"
             raise ended_by(signal.SIGTERM, SystemExit, begin, end)
 
-    def check_all_there(self, what: str) -> None:
-        self.check_stays()
-        if self.has_changed:
-            raise RuntimeError(
-                f"after the end of training all ranks must be there for fabric.{what}, got "
-                f"{len(self._members)} of {self._num_ranks}; call it before, inside of `with "
-                "fabric.strategy:`"
-            )
-
     def end_leaver(self) -> None:
         session = self.session
         if session.training is not None and self._agreed.leaves and not session.has_ended:

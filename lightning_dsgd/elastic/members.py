@@ -17,18 +17,15 @@ Threads: the training thread alone.
 from __future__ import annotations
 
 import contextlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
 
-from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.collectives import MembersCollectives
 from lightning_dsgd.elastic.entrance import Entrance
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.rows import ShardingInRows
@@ -42,7 +39,6 @@ from lightning_dsgd.session.ranks import Ranks, T
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.under_way import opened
 from lightning_dsgd.transport import Transport, TransportError, failed
-from lightning_dsgd.transport.contract import LEAST_LIMIT
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.view import View
 
@@ -77,6 +73,10 @@ class Members(Ranks, ABC):
         """The ranks of each replica, where several hold one."""
 
     # ---- who they are ----
+
+    def belong_to(self, session: Any) -> None:
+        super().belong_to(session)
+        self.collectives = MembersCollectives(session)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -239,75 +239,6 @@ class Members(Ranks, ABC):
             "view_changes_s": self._changes_s,
         }
 
-    # ---- in the place of torch's collectives ----
-
-    def broadcast(self, value: Any, src: int, theirs: Callable[[], Any]) -> Any:
-        """Returns one rank's value on all ranks: text, numbers, or None.
-
-        The first member gives its value where that rank is lost.
-        """
-        if not self.session.is_open:
-            return value if self.has_changed or not self.session.takes_part else theirs()
-        try:
-            text = json.dumps(str(value) if isinstance(value, Path) else value)
-        except TypeError as err:
-            raise ValueError(
-                "what is broadcast must be text, a number, a list or a dict of them, or None, with "
-                f'on_loss="continue", got {type(value).__name__}; use on_loss="end"'
-            ) from err
-
-        def take() -> str:
-            members = self.calls.view.members  # not before: the call may be made again
-            texts = everyones(self.session.meetings, text)
-            return texts[members.index(src) if src in members else 0]
-
-        return json.loads(self.together(take, apart=text))
-
-    def all_gather(
-        self, tensor: Tensor, theirs: Callable[[], Tensor], *, group: Any, sync_grads: bool
-    ) -> Tensor:
-        _check_of_all(group)
-        if sync_grads:
-            raise ValueError(
-                "gradients must not travel through what is gathered with "
-                'on_loss="continue", got all_gather(..., sync_grads=True); leave sync_grads out, '
-                'or use on_loss="end"'
-            )
-        return torch.stack(self._gathered(tensor))
-
-    def _gathered(self, tensor: Tensor) -> list[Tensor]:
-        """Returns every member's tensor."""
-        session = self.session
-
-        def gather() -> list[Tensor]:
-            session.meet()
-            flat = tensor.detach().reshape(-1).contiguous()
-            if flat.nbytes > LEAST_LIMIT:
-                session.net.expect_at_most(flat.nbytes)
-                session.meetings.barrier().wait()  # all do
-            return [x.view(tensor.shape) for x in session.meetings.all_gather(flat).wait()]
-
-        return self.together(gather, apart=[tensor])
-
-    def reduce(self, tensor: Tensor, op: str, theirs: Callable[[], Any], *, group: Any) -> Any:
-        _check_of_all(group)
-        return super().reduce(tensor, op, lambda: _reduced(self._gathered(tensor), op), group=None)
-
-    def decide(self, decision: bool, *, is_of_all: bool) -> bool:
-        """Returns whether all members vote yes, or any of them, the same on all.
-
-        The votes alone tell: a rank may take over the votes of a view that had more members.
-        """
-        votes = self._gathered(torch.tensor(int(decision)))
-        return bool(_reduced(votes, "min" if is_of_all else "max"))
-
-    def check_in_step(self) -> None:
-        raise ValueError(
-            "a value of a step must not be asked of all ranks where one may be lost, got "
-            'self.log(..., on_step=True, sync_dist=True) with on_loss="continue"; use '
-            "on_epoch=True, on_step=False"
-        )
-
     # ---- the end ----
 
     def forgives(self, error: Exception) -> bool:
@@ -338,28 +269,3 @@ class Members(Ranks, ABC):
             return
         self.step(lambda: training.agreed.finish(), again=True)
         self.calls.leave()
-
-
-def _check_of_all(group: Any) -> None:
-    """Raises for a group of some ranks, whose collective would wait for a lost one."""
-    if group is not None and group is not torch.distributed.group.WORLD:
-        raise ValueError(
-            f'a collective must be of all ranks with on_loss="continue", got group={group!r}; '
-            'leave it out, or use on_loss="end"'
-        )
-
-
-def _reduced(tensors: list[Tensor], op: str) -> Tensor:
-    """Reduces all members' tensors as Lightning reduces."""
-    stacked = torch.stack(tensors)
-    made: dict[str, Callable[[], Tensor]] = {
-        "max": lambda: stacked.amax(0),
-        "min": lambda: stacked.amin(0),
-        "product": lambda: stacked.prod(0),
-    }
-    if op not in made:
-        raise ValueError(
-            'reduce_op must be mean, sum, max, min or product with on_loss="continue", got '
-            f'{op!r}; use on_loss="end"'
-        )
-    return made[op]()

@@ -53,38 +53,40 @@ class CollectivesMixin(LaunchedMixin):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not self.session.is_open:
-            self.session.ranks.check_all_there("broadcast")
+            self.session.ranks.collectives.check_all_there("broadcast")
             return super().broadcast(obj, src)
         self._meet_all("broadcast")
         theirs = partial(super().broadcast, obj, src)
         with failing(self.session):
-            return self.session.ranks.broadcast(obj, src, theirs)
+            return self.session.ranks.collectives.broadcast(obj, src, theirs)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
         if not self.session.is_open:
-            self.session.ranks.check_all_there("all_gather")
+            self.session.ranks.collectives.check_all_there("all_gather")
             return super().all_gather(tensor, group, sync_grads)
         self._meet_all("all_gather")
         theirs = partial(super().all_gather, tensor, group, sync_grads)
         with failing(self.session):
-            return self.session.ranks.all_gather(tensor, theirs, group=group, sync_grads=sync_grads)
+            return self.session.ranks.collectives.all_gather(
+                tensor, theirs, group=group, sync_grads=sync_grads
+            )
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or not self.session.is_open:
-            self.session.ranks.check_all_there("all_reduce")
+            self.session.ranks.collectives.check_all_there("all_reduce")
             return super().all_reduce(tensor, group, reduce_op)
         self._warn_of_reductions()
         self._meet_all("all_reduce")
         op = getattr(reduce_op, "name", str(reduce_op)).lower()
         theirs = partial(super().all_reduce, tensor, group, reduce_op)
         with failing(self.session):
-            return self.session.ranks.reduce(tensor, op, theirs, group=group)
+            return self.session.ranks.collectives.reduce(tensor, op, theirs, group=group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self.session.is_open:
             self._meet_all("all_reduce")
             with failing(self.session):
-                return self.session.ranks.decide(decision, is_of_all=all)
+                return self.session.ranks.collectives.decide(decision, is_of_all=all)
         votes = int(self.all_reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
 

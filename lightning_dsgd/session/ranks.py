@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
 
 from lightning_dsgd.agreement import refuse_unless_alike
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.replica.replica import Replica
+from lightning_dsgd.session.collectives import Collectives
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.transport import Transport
 
@@ -27,12 +27,19 @@ class Ranks:
     """The ranks of one session, of which none may be lost.
 
     Attributes:
-        session: the session, once it has taken these ranks
+        session: the session that these ranks belong to
+        collectives: makes the collectives that a face is asked for
     """
 
     session: Any = None
+    collectives: Collectives
     go_on: ClassVar[bool] = False
     """Whether the others go on where one is lost."""
+
+    def belong_to(self, session: Any) -> None:
+        """Notes the session of these ranks; called once, when the session is made."""
+        self.session = session
+        self.collectives = Collectives(session)
 
     # ---- who they are ----
 
@@ -69,9 +76,6 @@ class Ranks:
 
     def check_unchanged(self) -> None:
         """Raises `ValueError` where ranks were lost or have joined in a training before."""
-
-    def check_in_step(self) -> None:
-        """Raises `ValueError` unless all ranks may be asked for a value in the midst of a step."""
 
     def check_may_load(self, way_out: str) -> None:
         """Raises `RuntimeError` where it is too late to load a checkpoint."""
@@ -166,42 +170,6 @@ class Ranks:
     def figures(self) -> dict[str, float]:
         """Returns what there is to know of the ranks."""
         return {}
-
-    # ---- collectives of a face, once this rank has met the others ----
-
-    def broadcast(self, value: Any, src: int, theirs: Callable[[], Any]) -> Any:
-        """Returns one rank's value on all ranks.
-
-        Args:
-            value: this rank's value
-            src: the rank whose value it is to be
-            theirs: makes the broadcast by torch's process group
-        """
-        with self.session.blaming("a broadcast"):
-            return theirs()
-
-    def all_gather(
-        self, tensor: Tensor, theirs: Callable[[], Tensor], *, group: Any, sync_grads: bool
-    ) -> Tensor:
-        """Returns every rank's tensor, stacked."""
-        with self.session.blaming("an all_gather"):
-            return theirs()
-
-    def reduce(self, tensor: Tensor, op: str, theirs: Callable[[], Any], *, group: Any) -> Any:
-        """Returns the tensor reduced over all ranks; meets the others by itself."""
-        if op in ("mean", "avg", "sum") and group is None:
-            return self.session.reduce(tensor, is_mean=op != "sum")
-        self.session.meet()
-        with self.session.blaming("a reduction"):
-            return theirs()
-
-    def decide(self, decision: bool, *, is_of_all: bool) -> bool:
-        """Returns whether all ranks vote yes, or any of them; meets the others by itself."""
-        votes = int(self.session.reduce(torch.tensor(int(decision)), is_mean=False))
-        return votes == self.session.world_size if is_of_all else votes > 0
-
-    def check_all_there(self, what: str) -> None:
-        """Raises where a collective of torch's would wait for lost ranks, once training is over."""
 
     # ---- the end ----
 

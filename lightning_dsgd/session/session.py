@@ -72,7 +72,7 @@ class Session(Face, Generic[TrainingT]):
         self.rank = 0
         self.world_size = 1
         self.ranks = Ranks() if ranks is None else ranks
-        self.ranks.session = self
+        self.ranks.belong_to(self)
         self.training: TrainingT | None = None
         self.consensus_distance: float | None = None
         self.clip: Callable[[Optimizer], None] = unclipped

@@ -32,13 +32,17 @@ class CollectivesMixin(LaunchedMixin):
         if self.session.phase is Phase.BROKEN:
             return obj
         self.session.meet()
-        return self.session.ranks.broadcast(obj, src, partial(super().broadcast, obj, src))
+        return self.session.ranks.collectives.broadcast(
+            obj, src, partial(super().broadcast, obj, src)
+        )
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         self.session.check_process()
         self.session.meet()
         theirs = partial(super().all_gather, tensor, group, sync_grads)
-        return self.session.ranks.all_gather(tensor, theirs, group=group, sync_grads=sync_grads)
+        return self.session.ranks.collectives.all_gather(
+            tensor, theirs, group=group, sync_grads=sync_grads
+        )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or not self.session.can_meet:
@@ -47,7 +51,7 @@ class CollectivesMixin(LaunchedMixin):
             if not self.algorithm.traits.lockstep:
                 self._warn_of_local_logs()
                 return tensor
-            self.session.ranks.check_in_step()
+            self.session.ranks.collectives.check_in_step()
             if self.session.training is not None and self.session.training.is_uneven:
                 raise ValueError(
                     "a value of a step must not be asked of ranks that have run out of batches, "
@@ -56,14 +60,14 @@ class CollectivesMixin(LaunchedMixin):
                 )
         op = getattr(reduce_op, "name", str(reduce_op)).lower()
         theirs = partial(super().reduce, tensor, group, reduce_op)
-        return self.session.ranks.reduce(tensor, op, theirs, group=group)
+        return self.session.ranks.collectives.reduce(tensor, op, theirs, group=group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         # Not by `reduce`: callbacks also decide right after a batch, and all ranks must do the
         # same.
         if not self.session.can_meet:
             return decision
-        return self.session.ranks.decide(decision, is_of_all=all)
+        return self.session.ranks.collectives.decide(decision, is_of_all=all)
 
     def _is_of_a_step(self) -> bool:
         """Returns whether a reduction now is of one batch; later hooks are past `end_batch`."""

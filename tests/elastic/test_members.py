@@ -143,7 +143,7 @@ def call_again_and_again(net: Any, face: Callable[[Any], Any]) -> tuple[list[Any
         net.compute(0.01 * (1 + net.rank))
         decided = strategy.reduce_boolean_decision(True)
         figures = gathered(ranks.session, {"rank": net.rank})
-        given.append((decided, figures, ranks.broadcast([net.rank], 2, lambda: None)))
+        given.append((decided, figures, ranks.collectives.broadcast([net.rank], 2, lambda: None)))
     ranks.calls.leave()
     return given, ranks.num_taken_over
 
