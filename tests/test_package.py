@@ -92,7 +92,7 @@ LIBRARIES = {
     "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "
     f"pytorch_lightning cli tasks elastic.handover {LAB_ON_RANKS} "
     "why.inside.lightning_dsgd_rank.callbacks",
-    "torchmetrics": "elastic trainer tasks",
+    "torchmetrics": "trainer tasks",
     "numpy": "data.claims primitives session tasks",
     "triton": "primitives.sparse_triton replica.wide_triton",
     "wandb": "lab",

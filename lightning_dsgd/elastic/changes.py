@@ -217,10 +217,13 @@ class ChangingMembers(Members):
         self.session.end_by(signal.SIGTERM, f"rank {self.session.rank} received")
 
     def request_end(self, signum: int) -> None:
-        if self._holds_with_others:
-            self.session.request_stop(signum)  # it cannot leave alone
-        elif self.session.training is not None:
-            self._agreed.leaves = True
+        training = self.session.training
+        if training is None:
+            return
+        if self._holds_with_others or training.is_uneven:
+            self.session.request_stop(signum)  # this rank cannot leave alone
+        else:
+            training.agreed.leaves = True
 
 
 def _in_view(agreed: AgreedBatch, net: Transport, *, has_stopped: bool) -> AgreedBatch:

@@ -44,7 +44,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
-from torchmetrics import Metric
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
@@ -124,22 +123,6 @@ class TrainerMembers(ChangingMembers):
                 f"ranks of its start must all be there, got the ranks {self.members} and "
                 f"{self._num_ranks} at the start; start the job anew"
             )
-
-    def check_trainer(self, trainer: Any) -> None:
-        for callback in trainer.callbacks:
-            if seams.is_timer(callback) or seams.saves_by_time(callback):
-                raise ValueError(
-                    "callbacks must not look at a clock where a rank may be lost, got "
-                    f'{type(callback).__name__} with on_loss="continue"; use max_epochs, max_steps '
-                    'or every_n_train_steps, or on_loss="end"'
-                )
-        for name, module in trainer.lightning_module.named_modules():
-            if isinstance(module, Metric):
-                raise ValueError(
-                    "torchmetrics asks all ranks by itself, also those that are lost, got the "
-                    f'metric {name!r} with on_loss="continue"; log tensors with sync_dist=True, or '
-                    'use on_loss="end"'
-                )
 
     def find_training(self, address: tuple[str, int], calls: str | None = None) -> None:
         session = self.session
@@ -313,13 +296,6 @@ class TrainerMembers(ChangingMembers):
         begin = f"rank {self.session.rank} received"
         kind = seams.interruption(self._trainer, signal.SIGTERM)
         raise ended_by(signal.SIGTERM, kind, begin, end)
-
-    def request_end(self, signum: int) -> None:
-        training = self.session.training
-        if training is not None and training.is_uneven:
-            self.session.request_stop(signum)
-        else:
-            super().request_end(signum)
 
     # ---- the data ----
 

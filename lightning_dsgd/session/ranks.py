@@ -71,9 +71,6 @@ class Ranks:
     def check_start(self, method: str) -> None:
         """Raises `ValueError` where Lightning starts the ranks in a way that binds them."""
 
-    def check_trainer(self, trainer: Any) -> None:
-        """Raises `ValueError` for callbacks and options whose calls a lost rank would end."""
-
     def check_unchanged(self) -> None:
         """Raises `ValueError` where ranks were lost or have joined in a training before."""
 

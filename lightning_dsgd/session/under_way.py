@@ -24,6 +24,8 @@ class Training:
     """What claims this rank's batches, where ranks claim them (`data.claims`)."""
     balancing: Balancing | None = field(default=None, kw_only=True)
     """What shares the micro-batches of a step, where ranks do (`data.units`)."""
+    is_uneven: bool = field(default=False, kw_only=True)
+    """Whether ranks are known to have different numbers of batches."""
 
     def stop_lanes(self) -> Sequence[Callable[[], None]]:
         """Returns what ends the threads beside the training."""

@@ -6,6 +6,7 @@ import json
 from typing import Any, Final
 
 import torch
+from torchmetrics import Metric
 
 from lightning_dsgd.agreement import by_rank, everyones
 from lightning_dsgd.algorithm import Algorithm
@@ -61,6 +62,24 @@ def check_trainer(trainer: Any, algorithm: Algorithm) -> None:
             f'every rank measures by itself, with strategy="{algorithm.name}"; use a number of '
             "batches"
         )
+
+
+def check_may_be_lost(trainer: Any) -> None:
+    """Raises for callbacks and metrics that wait for a rank that may be lost."""
+    for callback in trainer.callbacks:
+        if seams.is_timer(callback) or seams.saves_by_time(callback):
+            raise ValueError(
+                "callbacks must not look at a clock where a rank may be lost, got "
+                f'{type(callback).__name__} with on_loss="continue"; use max_epochs, max_steps '
+                'or every_n_train_steps, or on_loss="end"'
+            )
+    for name, module in trainer.lightning_module.named_modules():
+        if isinstance(module, Metric):
+            raise ValueError(
+                "torchmetrics asks all ranks by itself, also those that are lost, got the "
+                f'metric {name!r} with on_loss="continue"; log tensors with sync_dist=True, or '
+                'use on_loss="end"'
+            )
 
 
 def check_number_of_processes(world_size: int, num_nodes: int, devices: int) -> None:

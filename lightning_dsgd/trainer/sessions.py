@@ -28,14 +28,12 @@ class TrainerTraining(Training):
 
     Attributes:
         claiming: what claims this rank's batches, where ranks claim them
-        is_uneven: whether ranks have different numbers of batches
     """
 
     trainer: Any
     clock: Clock
     epochs: JointEpochs
     claiming: TrainerClaiming | None = field(default=None, kw_only=True)
-    is_uneven: bool = False
 
 
 class LaunchedSession(Session[TrainingT]):

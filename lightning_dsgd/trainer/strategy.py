@@ -167,7 +167,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         if is_fitting:
             self.check_number_of_processes()
             refusals.check_trainer(trainer, self.algorithm)
-            self.session.ranks.check_trainer(trainer)
+            if self.session.ranks.go_on:
+                refusals.check_may_be_lost(trainer)
             if self._layer_sync is not None:
                 refusals.check_sync_batchnorm(self.algorithm, self.root_device)
         self._claiming = self._claim(trainer) if is_fitting and self._data == "claimed" else None
