@@ -1,11 +1,13 @@
 """Training that goes on where ranks are lost, join or leave.
 
-    members    the ranks of a session, in the place of `session.ranks`: they go on where one is lost
+    members    the ranks of a session, in the place of `session.ranks`: they go on where one is
+               lost; its head tells in order what happens then
     calls      ends calls although a rank is lost, with the same result everywhere
-    collectives  those of the Trainer and Fabric, among the members
-    surviving  the replica begins anew among the ranks that are left
-    changes    ranks are lost, or leave
-    joining    ranks join the Trainer's training: `handover` gives them what the others have
+    changes    what begins anew where the view changes, such as the replica: `surviving`
+    turnover   how ranks come and leave, before a batch
+    face       what leads the training: a loop of its user's, or the Trainer: `trainer`, with the
+               `shares` of the data and the `handover` of a member's state
+    collectives in the place of torch's
     entrance   how a process, the newcomer, comes to ranks that train: it reads the `register` of
                their training
     suits      whether an algorithm suits all numbers of ranks that there may come to be

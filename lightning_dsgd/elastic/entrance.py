@@ -7,8 +7,9 @@ is a rank from the first view that has it as a member: see `survival`.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import torch
@@ -17,7 +18,7 @@ from lightning_dsgd.devices import port_of
 from lightning_dsgd.elastic.register import ALONE, OVER, STOPPED, Register
 from lightning_dsgd.elastic.survival import join
 from lightning_dsgd.session.opening import Opening
-from lightning_dsgd.transport.contract import failed
+from lightning_dsgd.transport.contract import TransportError, failed
 from lightning_dsgd.transport.host_names import await_name, source_of
 from lightning_dsgd.transport.processes import CPU, ProcessTransport
 from lightning_dsgd.transport.rendezvous import outlives_ranks
@@ -86,6 +87,7 @@ class Entrance:
     def __init__(self, opening: Opening) -> None:
         self._opening = opening
         self._register: Register | None = None
+        self._newcomer: NewcomerTransport | None = None
 
     @property
     def register(self) -> Register | None:
@@ -96,6 +98,13 @@ class Entrance:
             host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
             self._register = Register(host, port, self._opening.chosen["startup_timeout_s"])
         return self._register
+
+    def tell(self, tell: Callable[[Register], None]) -> None:
+        """Tells newcomers and the launcher; tells nobody where the store has ended."""
+        register = self.register
+        if register is not None:
+            with contextlib.suppress(TransportError):
+                tell(register)
 
     @property
     def is_open(self) -> bool:
@@ -118,7 +127,7 @@ class Entrance:
         register = Register(*address, limit)
         training = register.training()
         if training == ALONE:
-            _refuse()
+            refuse_newcomer()
         if training in (OVER, STOPPED):
             raise RuntimeError(
                 "a process must come while the others train, got one that came once their training "
@@ -128,11 +137,6 @@ class Entrance:
             self._register = register
         return bool(training)
 
-    def refuse_training(self, address: tuple[str, int]) -> None:
-        """Raises `RuntimeError` if the others train already: nobody can join a user's loop."""
-        if self.find_training(address):
-            _refuse()
-
     def come_later(self, world_size: int, device: torch.device) -> NewcomerTransport:
         """Returns a newcomer's network; its ranks let this one in later: see `ask_to_join`."""
         register, chosen = self._register, self._opening.chosen
@@ -140,12 +144,14 @@ class Entrance:
         number = register.new_number(world_size)
         port_of(device).enter()
         limits = chosen["timeout_s"], chosen["heartbeat_timeout_s"]
-        return NewcomerTransport(number, *limits, device)
+        self._newcomer = NewcomerTransport(number, *limits, device)
+        return self._newcomer
 
-    def ask_to_join(self, net: NewcomerTransport, world_size: int, min_ranks: int | None) -> None:
-        """Asks the ranks that train to let this one in."""
-        register = self._register
+    def ask_to_join(self, world_size: int, min_ranks: int | None) -> None:
+        """Asks the ranks that train to let this newcomer in, after `come_later`."""
+        register, net = self._register, self._newcomer
         assert register is not None
+        assert net is not None
         host, port = net.listen()
         secret = register.secret()
         register.write_card(net.rank, (host, port, secret))
@@ -160,7 +166,7 @@ def make_group_of_one() -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-def _refuse() -> NoReturn:
+def refuse_newcomer() -> NoReturn:
     """Raises where ranks train already, in a loop that its user has written."""
     raise RuntimeError(
         "a process must start with the others to train in a loop of its own, got one that was "

@@ -156,13 +156,20 @@ def samples_of(
     return Samples(optimizers) if chosen.get("weigh_by") == "samples" else None
 
 
-def ranks_of(chosen: Mapping[str, Any], opening: Any, kind: str = "changes.ChangingMembers") -> Any:
-    """Returns the ranks of a session that goes on after a loss; None: a loss ends the job."""
+def ranks_of(chosen: Mapping[str, Any], opening: Any, face: str = "face.LoopFace") -> Any:
+    """Returns the ranks of a session that goes on after a loss; None: a loss ends the job.
+
+    Args:
+        chosen: the options
+        opening: how the ranks open their network
+        face: the class in the wing `elastic` that says what leads the training
+    """
     if chosen["on_loss"] == "end":
         return None
-    module, _, name = kind.partition(".")
-    members = getattr(wings.load(f"elastic.{module}", 'on_loss="continue"'), name)
-    return members(opening, *(chosen[n] for n in ("min_ranks", "max_ranks") if n in chosen))
+    module, _, name = face.partition(".")
+    face_of = getattr(wings.load(f"elastic.{module}", 'on_loss="continue"'), name)
+    members = wings.load("elastic.members", 'on_loss="continue"').Members
+    return members(opening, face_of, chosen["min_ranks"], chosen.get("max_ranks"))
 
 
 def _check_loss(chosen: Mapping[str, Any]) -> None:

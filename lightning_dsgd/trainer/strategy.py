@@ -110,7 +110,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         return not self.session.takes_part or super().restore_checkpoint_after_setup
 
     def _new_session(self) -> TrainerSession:
-        ranks = options.ranks_of(self.in_force, self._opening, "joining.TrainerMembers")
+        ranks = options.ranks_of(self.in_force, self._opening, "trainer.TrainerFace")
         session = TrainerSession(self._processes, ranks)
         session.samples = options.samples_of(self.in_force, lambda: self.optimizers)
         return session

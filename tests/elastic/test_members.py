@@ -15,10 +15,12 @@ import torch
 from lightning_dsgd import FabricStrategy
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic import changes
-from lightning_dsgd.elastic.changes import ChangingMembers
-from lightning_dsgd.elastic.joining import TrainerMembers
+from lightning_dsgd.elastic.entrance import Entrance
+from lightning_dsgd.elastic.face import LoopFace
+from lightning_dsgd.elastic.members import Members
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.simulated import SurvivingWorld
+from lightning_dsgd.elastic.trainer import TrainerFace
 from lightning_dsgd.fabric.collectives import FabricSession
 from lightning_dsgd.lab.callbacks import gathered
 from lightning_dsgd.session.ending import NOTICE_WITHIN_S
@@ -36,15 +38,23 @@ from lightning_dsgd.transport.view import View
 CHOSEN = choose("a test", Options, {"timeout_s": 10.0, "heartbeat_timeout_s": 10.0})
 
 
-class Untrained(ChangingMembers):
+class NoReplica(changes.Changes):
+    """Begins nothing anew but the session."""
+
+    def enter(self, view: View, *loss: Any) -> None:
+        everyones(view.sub("begin"), "")
+        self._session.take(view)
+        self._session.world_size, self.members = view.world_size, view.members
+
+
+class Untrained(Members):
     """Train nothing; count the results that they have taken over from others."""
 
     num_taken_over = 0
 
-    def _enter_view(self, view: View) -> None:
-        everyones(view.sub("begin"), "")
-        self.session.take(view)
-        self.session.world_size, self._members = view.world_size, view.members
+    def belong_to(self, session: Any) -> None:
+        super().belong_to(session)
+        self._changes = NoReplica(session, self._face, self._entrance)
 
     def together(self, call: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         made_in = -1
@@ -59,8 +69,10 @@ class Untrained(ChangingMembers):
         return result
 
 
-class UntrainedTrainer(Untrained, TrainerMembers):
-    """Train nothing under the Trainer."""
+class JoinedLoop(LoopFace):
+    """A loop that others may join."""
+
+    can_be_joined = True
 
 
 def entered(net: Any, session: Session[Any]) -> Any:
@@ -73,8 +85,7 @@ def entered(net: Any, session: Session[Any]) -> Any:
 
 def members(net: Any, opening: Opening | None = None) -> Untrained:
     """The ranks of a session that no face leads."""
-    made = Untrained(opening or Opening(CHOSEN, print), None)
-    made.can_be_joined = True  # type: ignore[misc]
+    made = Untrained(opening or Opening(CHOSEN, print), JoinedLoop, None)
     return entered(net, Session(made))
 
 
@@ -119,7 +130,7 @@ def test_a_rank_may_be_lost_once_it_has_begun_to_survive(lost):
 # ---- results that are taken over from a view with more members ----
 def fabrics(net: Any) -> FabricStrategy:
     strategy = FabricStrategy("local_sgd", on_loss="continue")
-    strategy.session = FabricSession(Processes(), Untrained(strategy._opening, None))
+    strategy.session = FabricSession(Processes(), Untrained(strategy._opening, LoopFace, None))
     entered(net, strategy.session)
     strategy._loop = SimpleNamespace(meet_all=lambda what: None, num_steps=0)  # type: ignore[assignment]
     return strategy
@@ -127,7 +138,7 @@ def fabrics(net: Any) -> FabricStrategy:
 
 def trainers(net: Any) -> Any:
     strategy = strategy_of("local_sgd", on_loss="continue")
-    strategy.session = TrainerSession(Processes(), UntrainedTrainer(strategy._opening, None))
+    strategy.session = TrainerSession(Processes(), Untrained(strategy._opening, TrainerFace, None))
     entered(net, strategy.session)
     return strategy
 
@@ -178,18 +189,21 @@ def test_all_are_given_the_same_around_a_loss(face):
 
 # ---- a signal meanwhile ----
 def test_a_signal_that_comes_while_the_view_changes_is_not_lost(monkeypatch):
-    def in_view(old, net, *, has_stopped):
+    def in_view(old, net, phase):
         made = SimpleNamespace(leaves=old.leaves, requested=old.requested, request=asked.append)
         old.leaves, old.requested = True, signal.SIGINT  # as a handler does
         return made
 
     def change(net: Any) -> bool:
-        ranks = ChangingMembers(Opening(CHOSEN, print), None)
-        session = entered(net, Session(ranks)).session
+        session = Session[Any]()
         agreed = SimpleNamespace(leaves=False, requested=0)
-        session.training = SimpleNamespace(agreed=agreed, claiming=None, balancing=None)
-        monkeypatch.setattr(ranks, "_change_replica", lambda view: None)
-        ranks._enter_view(ranks.calls.view)
+        replica = SimpleNamespace(description=str, change_view=lambda net: None)
+        session.training = SimpleNamespace(
+            agreed=agreed, replica=replica, claiming=None, balancing=None
+        )
+        entrance = Entrance(Opening(CHOSEN, print))
+        changing = changes.Changes(session, LoopFace(session), entrance)
+        changing.enter(View(net, (0,), 1), None, 0.0)
         return bool(session.training.agreed.leaves)
 
     asked: list[int] = []
@@ -248,7 +262,7 @@ def timers(monkeypatch) -> Timers:
 
 def hanging() -> Session[Any]:
     """A session whose training thread does nothing, as one that hangs in a library."""
-    session = Session[Any](Untrained(Opening(CHOSEN, print), None))
+    session = Session[Any](Untrained(Opening(CHOSEN, print), LoopFace, None))
     session._net = SimpleNamespace(ends_with_peers=False)  # type: ignore[assignment]
     session.training, session._phase = SimpleNamespace(stop_lanes=lambda: ()), Phase.TRAINING
     return session

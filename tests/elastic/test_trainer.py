@@ -14,7 +14,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.elastic.joining import TrainerMembers
+from lightning_dsgd.elastic.members import Members
+from lightning_dsgd.elastic.trainer import TrainerFace
+from lightning_dsgd.elastic.turnover import Turnover
 from lightning_dsgd.elastic.views import ChangingViews
 from lightning_dsgd.lab.callbacks import CommunicationMonitor
 from lightning_dsgd.session.checkpoint import record
@@ -153,27 +155,26 @@ def test_any_rank_is_killed_at_any_time(name, tmp_path):
 
 def test_ranks_that_are_forked_are_refused():
     with pytest.raises(ValueError, match="must not be forked or spawned"):
-        members(None).check_start("fork")
+        members().check_start("fork")
 
 
-def members(max_ranks: int | None) -> TrainerMembers:
-    made = TrainerMembers(Opening(choose("a test", Options, {}), print), None, max_ranks)
+def members() -> Members:
+    made = Members(Opening(choose("a test", Options, {}), print), TrainerFace, None)
     TrainerSession(Processes(), made)
     return made
 
 
 @pytest.mark.parametrize(
     ("most", "num_members", "invited"),
-    [(None, 2, ()), (None, 1, (5,)), (4, 2, (5, 7))],
+    [(2, 2, ()), (2, 1, (5,)), (4, 2, (5, 7))],
 )
 def test_as_many_are_invited_as_there_is_room_for(most, num_members, invited):
-    ranks = members(most)
-    ranks._num_ranks = 2
     views = ChangingViews()
     views.newcomers = lambda: (5, 7, 8)  # type: ignore[method-assign]
     view = SimpleNamespace(world_size=num_members, views=views)
-    ranks._calls = SimpleNamespace(view=view)  # type: ignore[assignment]
-    assert ranks._newcomers() == [*invited]
+    calls: Any = SimpleNamespace(view=view)
+    nobody: Any = None
+    assert Turnover(nobody, nobody, calls, nobody, None, most).newcomers() == [*invited]
 
 
 def test_a_collective_of_some_ranks_is_refused():
@@ -185,7 +186,7 @@ def test_a_collective_of_some_ranks_is_refused():
 
 
 def test_a_process_that_comes_later_needs_a_training():
-    session = members(None).session
+    session = members().session
     session.world_size = 2
     session.ranks.find_training(("localhost", 1), "fit")
     session.rank = 2

@@ -28,7 +28,8 @@ from typing import Any, Final, Protocol
 from lightning_dsgd.elastic.launch.waiting import MOST_BYTES, end_with_parent
 
 IMPORTS: Final = (
-    "lightning.pytorch", "lightning_dsgd.trainer.named", "lightning_dsgd.elastic.joining",
+    "lightning.pytorch", "lightning_dsgd.trainer.named", "lightning_dsgd.elastic.members",
+    "lightning_dsgd.elastic.trainer",
 )  # fmt: skip
 _LIBRARIES: Final = ("torch", "numpy", "lightning", "pytorch_lightning", "lightning_dsgd")
 _SETTERS: Final = (
