@@ -16,13 +16,10 @@ Threads: the training thread.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic.entrance import Entrance
 from lightning_dsgd.elastic.face import Face
 from lightning_dsgd.elastic.register import Register
@@ -32,9 +29,8 @@ from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.sharding import Sharding
-from lightning_dsgd.session.stopping import STOP, AgreedBatch
 from lightning_dsgd.session.under_way import opened
-from lightning_dsgd.transport import PeerLost, Transport, TransportError
+from lightning_dsgd.transport import PeerLost, TransportError
 from lightning_dsgd.transport.view import View
 
 
@@ -101,10 +97,9 @@ class Changes:
         if training.balancing is not None:
             training.balancing.change_view(view.sub("balancing"), view.members, replica)
         old = training.agreed
-        training.agreed = _in_view(old, view.sub("stop"), session.phase)
-        training.agreed.leaves |= old.leaves  # a signal may have come meanwhile
-        if old.requested and not training.agreed.requested:
-            training.agreed.request(old.requested)
+        has_stopped = session.phase is Phase.STOPPING
+        training.agreed = old.in_view(view.sub("stop"), has_stopped=has_stopped)
+        training.agreed.catch_up(old)  # once a signal handler sees the new one
         if training.claiming is not None:
             training.claiming.open(view.sub("claims"))
         self.members = view.members
@@ -161,22 +156,3 @@ def _forget(register: Register, lost: Iterable[int]) -> None:
     """Removes lost ranks from the register, so that newcomers do not try to reach them."""
     for rank in lost:
         register.forget(rank)
-
-
-def _in_view(old: AgreedBatch, net: Transport, phase: Phase) -> AgreedBatch:
-    """Makes an agreement among the members of a view that goes on from an earlier one."""
-    with contextlib.suppress(TransportError):  # of which its lane has failed
-        old.close()
-    new = AgreedBatch(net, is_of_each=old.is_of_each)
-    new.num_begun, new.requested, new.leaves = old.num_begun, old.requested, old.leaves
-    mine = [old.stop_at, int(old.signum), old.origin]
-    texts = everyones(net.sub("decided"), json.dumps([mine, phase is Phase.STOPPING]))
-    told = [json.loads(text) for text in texts]
-    new.stop_at, new.signum, new.origin = max(decided for decided, _ in told)
-    new.others_stopped = any(stopped for _, stopped in told)
-    if new.stop_at >= 0:
-        new.is_asked = True
-        new.stop_at = new.num_begun if new.is_of_each else new.stop_at
-    elif new.requested:
-        new.ask(STOP, new.requested)
-    return new

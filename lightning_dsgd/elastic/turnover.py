@@ -134,9 +134,7 @@ class Turnover:
         session = self._session
         needed = self._min_ranks or session.world_size // 2 + 1
         if session.world_size - len(leavers) < needed:
-            agreed = opened(session.training).agreed  # for those that a loss keeps from this
-            agreed.signum, agreed.origin = signal.SIGTERM, leavers[0]
-            agreed.stop_at = agreed.num_begun
+            opened(session.training).agreed.stop_here(signal.SIGTERM, leavers[0])
             session.stop()
             begin, end = f"rank {leavers[0]} received", "; all ranks stopped, as too few would stay"
             session.end_by(signal.SIGTERM, begin, end)

@@ -42,7 +42,7 @@ from lightning_dsgd.session.phases import APART, ENDS, FOLLOWING, Phase, no_chan
 from lightning_dsgd.session.ranks import Ranks
 from lightning_dsgd.session.sharding import Sharding
 from lightning_dsgd.session.signals import Signals
-from lightning_dsgd.session.stopping import END_SIGNALS, STOP
+from lightning_dsgd.session.stopping import END_SIGNALS, STOP, Stopping
 from lightning_dsgd.session.under_way import TrainingT, opened
 from lightning_dsgd.transport import PeerLost, Transport
 
@@ -280,7 +280,7 @@ class Session(Face, Generic[TrainingT]):
 
     def _end_training(self, training: TrainingT) -> None:
         agreed = training.agreed
-        self.meet(STOP if agreed.is_asked else END_TRAINING)
+        self.meet(END_TRAINING if agreed.stopping is Stopping.NOT_ASKED else STOP)
         self.enter(Phase.TRAINED)
         if agreed.requested in END_SIGNALS:  # since: the others may know, or may not
             self.ranks.stop()
@@ -327,7 +327,7 @@ class Session(Face, Generic[TrainingT]):
         mine = lateness.figures()
         while True:
             agreed = training.agreed
-            if agreed.others_stopped:
+            if agreed.stopping is Stopping.MISSED:
                 self._stop_here(training)
             training.replica.settle()
             told = torch.zeros(NUM_PURPOSES + meetings.world_size * NUM_FIGURES, dtype=torch.int64)

@@ -26,20 +26,35 @@ the agreement, and a rank that still needs the others asks them anew.
 
 Where ranks claim their batches, `at` is each rank's own: one more than it has begun when it is
 told.  So a fast rank does not wait there until a slow one has done as many.
+
+What a rank knows of a stop (`Stopping`), which never goes back:
+
+    NOT_ASKED   no rank was told to stop, as far as this rank knows
+    ASKED       rank 0 asks all how far they are
+    DECIDED     all begin `stop_at` batches, and stop for the signal `signum` of the rank `origin`
+    MISSED      others have stopped so, and a lost rank has kept this one from it: it stops where it
+                is, for nobody waits for its batches
+
+Where ranks may be lost, each view has an agreement of its own (`in_view`).  Its members tell each
+other what was decided before.  If one of them knows of a stop, it is DECIDED, or MISSED, on all;
+else the ranks that were told to stop ask anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Final
 
 import torch
 
+from lightning_dsgd.agreement import everyones
 from lightning_dsgd.transport import ANY, Lane, Timeout, Transport, TransportError
 
 STOP: Final = 1
@@ -59,10 +74,20 @@ _DECIDED: Final[Wish] = (0, 0, 0, 0)
 """Stands for a wish that is open until every rank has been told."""
 
 
+class Stopping(Enum):
+    """Says what a rank knows of a stop; the head of the file tells what follows what."""
+
+    NOT_ASKED = auto()
+    ASKED = auto()
+    DECIDED = auto()
+    MISSED = auto()
+
+
 class AgreedBatch:
     """Takes this rank's part in the agreements.
 
     Attributes:
+        stopping: what this rank knows of a stop
         signum: the signal that all stop for, once it is decided
         origin: the rank that got the signal
         stop_at: how many batches every rank begins, once it is decided to stop
@@ -70,9 +95,6 @@ class AgreedBatch:
         num_told: how often this rank was told what all do after a batch
         requested: the signal that this rank got itself, or 0
         leaves: whether this rank was told to leave, which the others may go on without
-        is_asked: whether this rank knows that a rank was told to stop
-        others_stopped: whether others have stopped, and a lost rank has kept this one from it; then
-            it stops where it is, for nobody waits for its batches
 
     Args:
         net: the network, with channels of its own
@@ -84,8 +106,8 @@ class AgreedBatch:
         self.is_of_each = is_of_each
         self.signum = self.num_begun = self.num_told = self.requested = 0
         self.origin = self.stop_at = -1
-        self.is_asked = self.others_stopped = self.leaves = False
-        self._is_to_meet = self._holding = False
+        self.stopping = Stopping.NOT_ASKED
+        self.leaves = self._is_to_meet = self._holding = False
         self._net = net
         self._changed = threading.Condition()
         self._due: list[tuple[int, int, int, int]] = []  # at, what to do after it, when told
@@ -113,7 +135,7 @@ class AgreedBatch:
         """Begins the next batch, and counts it; returns False if all ranks stop before it."""
         with self._changed:
             self._wait_until(lambda: not self._holding)
-            if self.others_stopped or 0 <= self.stop_at <= self.num_begun:
+            if self._stops_now:
                 return False
             self.num_begun += 1
             return True
@@ -155,7 +177,66 @@ class AgreedBatch:
     def await_stop(self) -> None:
         """Waits until it is decided where to stop; some rank knows already that all will stop."""
         with self._changed:
-            self._wait_until(lambda: self.stop_at >= 0)
+            self._wait_until(lambda: self._is_decided)
+
+    @property
+    def _stops_now(self) -> bool:
+        """Whether this rank begins no other batch."""
+        if self.stopping is Stopping.DECIDED:
+            return self.stop_at <= self.num_begun
+        return self.stopping is Stopping.MISSED
+
+    @property
+    def _is_decided(self) -> bool:
+        return self.stopping in (Stopping.DECIDED, Stopping.MISSED)
+
+    def stop_here(self, signum: int, origin: int) -> None:
+        """Notes that all ranks, which are before the same batch, stop there."""
+        with self._changed:
+            self._decide(signum, origin, self.num_begun)
+
+    def _decide(self, signum: int, origin: int, stop_at: int) -> None:
+        """Takes over where all stop, unless that is decided already; called under the lock."""
+        if not self._is_decided:
+            self.stopping = Stopping.DECIDED
+            self.signum, self.origin, self.stop_at = signum, origin, stop_at
+
+    # ---- in another view ----
+
+    def in_view(self, net: Transport, *, has_stopped: bool) -> AgreedBatch:
+        """Ends this agreement; returns the one among the members of a view, which all call it.
+
+        A signal handler may ask this one meanwhile: `catch_up` comes next.
+
+        Args:
+            net: the network of the view, with channels of its own
+            has_stopped: whether this rank has stopped where all do
+        """
+        with contextlib.suppress(TransportError):  # of which the lane has failed
+            self.close()
+        new = AgreedBatch(net, is_of_each=self.is_of_each)
+        new.num_begun = self.num_begun
+        mine = [self.stop_at, int(self.signum), self.origin]
+        is_missed = has_stopped or self.stopping is Stopping.MISSED
+        texts = everyones(net.sub("decided"), json.dumps([mine, is_missed]))
+        told = [json.loads(text) for text in texts]
+        stop_at, signum, origin = max(decided for decided, _ in told)
+        if stop_at >= 0:
+            with new._changed:
+                new._decide(signum, origin, new.num_begun if new.is_of_each else stop_at)
+                if any(missed for _, missed in told):
+                    new.stopping = Stopping.MISSED
+        return new
+
+    def catch_up(self, old: AgreedBatch) -> None:
+        """Takes over what this rank was told itself: to leave, or to stop, which it asks anew."""
+        self.leaves |= old.leaves
+        if old.requested and not self.requested:
+            self.requested = old.requested
+            if not self._is_decided:
+                self.ask(STOP, old.requested)
+
+    # ---- closing, waiting, asking ----
 
     def finish(self) -> None:
         """Waits until all questions are answered; then all ranks may meet, and leave.
@@ -256,7 +337,8 @@ class AgreedBatch:
 
     def _hold(self, what: int) -> None:
         self._holding = True
-        self.is_asked = self.is_asked or what == STOP
+        if what == STOP and self.stopping is Stopping.NOT_ASKED:
+            self.stopping = Stopping.ASKED
 
     def _take(self, what: int, detail: int, origin: int, at: int) -> None:
         with self._changed:
@@ -265,8 +347,8 @@ class AgreedBatch:
             if what != STOP:
                 self._due.append((at, what, detail, self.num_told))
                 self.num_told += 1
-            elif self.stop_at < 0:
-                self.signum, self.origin, self.stop_at = detail, origin, at
+            else:
+                self._decide(detail, origin, at)
             self._holding = False
             self._changed.notify_all()
 

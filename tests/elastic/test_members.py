@@ -28,6 +28,7 @@ from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.session.phases import FOLLOWING, Phase
 from lightning_dsgd.session.session import Session
+from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.simulated import Killed
 from lightning_dsgd.trainer.children import Processes
 from lightning_dsgd.trainer.named import strategy_of
@@ -188,15 +189,19 @@ def test_all_are_given_the_same_around_a_loss(face):
 
 
 # ---- a signal meanwhile ----
-def test_a_signal_that_comes_while_the_view_changes_is_not_lost(monkeypatch):
-    def in_view(old, net, phase):
-        made = SimpleNamespace(leaves=old.leaves, requested=old.requested, request=asked.append)
-        old.leaves, old.requested = True, signal.SIGINT  # as a handler does
+class Interrupted(AgreedBatch):
+    """Two signals come while it goes on in another view."""
+
+    def in_view(self, net: Any, *, has_stopped: bool) -> AgreedBatch:
+        made = super().in_view(net, has_stopped=has_stopped)
+        self.leaves, self.requested = True, signal.SIGINT  # as a handler does
         return made
 
-    def change(net: Any) -> bool:
+
+def test_a_signal_that_comes_while_the_view_changes_is_not_lost():
+    def change(net: Any) -> tuple[bool, int]:
         session = Session[Any]()
-        agreed = SimpleNamespace(leaves=False, requested=0)
+        agreed: AgreedBatch = Interrupted(net.sub("stop"))
         replica = SimpleNamespace(description=str, change_view=lambda net: None)
         session.training = SimpleNamespace(
             agreed=agreed, replica=replica, claiming=None, balancing=None
@@ -204,12 +209,12 @@ def test_a_signal_that_comes_while_the_view_changes_is_not_lost(monkeypatch):
         entrance = Entrance(Opening(CHOSEN, print))
         changing = changes.Changes(session, LoopFace(session), entrance)
         changing.enter(View(net, (0,), 1), None, 0.0)
-        return bool(session.training.agreed.leaves)
+        agreed = session.training.agreed
+        agreed.finish()
+        agreed.close()
+        return agreed.leaves, agreed.signum
 
-    asked: list[int] = []
-    monkeypatch.setattr(changes, "_in_view", in_view)
-    assert SurvivingWorld(1).run(change) == [True]
-    assert asked == [signal.SIGINT]
+    assert SurvivingWorld(1).run(change) == [(True, signal.SIGINT)]
 
 
 # ---- after this rank has left ----

@@ -4,6 +4,7 @@ waits for rank 0's word, in one process: it notices a loss, and waits no longer.
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import torch
 
 from lightning_dsgd.session.meeting import END_EPOCH
 from lightning_dsgd.session.session import Session
-from lightning_dsgd.session.stopping import END, MEET, SAVE, STOP, AgreedBatch
+from lightning_dsgd.session.stopping import END, MEET, SAVE, STOP, AgreedBatch, Stopping
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import PeerLost, Timeout
 from tests.support.launched import until
 from tests.support.worlds import ProcessWorld
@@ -179,6 +181,36 @@ def test_a_rank_that_missed_a_meeting_asks_for_another_and_waits_for_nobody() ->
     first, *others = ProcessWorld().run(3, miss_a_meeting)
     assert first == [True, True, True]
     assert others == [[False, True, True, True]] * 2
+
+
+# ---- in another view ----
+def go_on(net: Any, is_missed: bool) -> tuple[Stopping, int, int, bool]:
+    """One rank knows of a stop before its third batch, and all go on in another view."""
+    old = AgreedBatch(net.sub("old"))
+    for _ in range(2):
+        assert old.begin_batch()
+    if net.rank == 1:
+        old.stop_here(signal.SIGTERM, 1)
+    new = old.in_view(net.sub("new"), has_stopped=is_missed and net.rank == 1)
+    new.catch_up(old)
+    new.close()
+    return new.stopping, new.signum, new.origin, new.begin_batch()
+
+
+@pytest.mark.parametrize("is_missed", [False, True])
+def test_a_stop_that_one_member_knows_of_holds_on_all_in_the_next_view(is_missed: bool) -> None:
+    stopping = Stopping.MISSED if is_missed else Stopping.DECIDED
+    outcomes = SimulatedWorld(3).run(go_on, is_missed)
+    assert outcomes == [(stopping, signal.SIGTERM, 1, False)] * 3
+
+
+def test_a_stop_that_is_decided_twice_is_the_first() -> None:
+    """As a member that is ahead may have asked anew before this rank hears of the other."""
+    agreed = AgreedBatch(Silent(), serves=False)  # type: ignore[arg-type]
+    agreed._hold(STOP)
+    agreed._take(STOP, signal.SIGINT, 0, 7)
+    agreed.stop_here(signal.SIGTERM, 1)
+    assert (agreed.signum, agreed.stop_at) == (signal.SIGINT, 7)
 
 
 # ---- what one rank makes of rank 0's words ----
