@@ -29,6 +29,7 @@ COMBINATIONS = (
     ("3.11", "2.14.1", "2.6.6"),
     ("3.11", "2.15.0", "2.6.6"),
     ("3.13", "2.15.0", "2.6.6"),
+    ("3.14", "2.15.0", "2.6.6"),
 )
 """Python, torch and Lightning: the oldest and newest that pyproject.toml admits, and between."""
 RESULT = "docs/results/getting_started/versions.json"
