@@ -112,6 +112,10 @@ class PeerLost(TransportError):
             f"rank {rank} {reason}" + (f"; noticed in: {waited_for}" if waited_for else "")
         )
 
+    def __reduce__(self) -> tuple[type[PeerLost], tuple[int, str, str]]:
+        """Is for launchers that hand errors on, such as Ray; no rank sends one to another."""
+        return type(self), (self.rank, self.reason, self.waited_for)
+
     @property
     def ends_all(self) -> bool:
         """Whether the training has failed, and not this rank alone: no view follows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.transport import ANY, PeerLost
+from lightning_dsgd.transport.contract import Reason
 from lightning_dsgd.transport.mailboxes import Expected, Key, Mailboxes, Once
 from lightning_dsgd.transport.memory import CREDIT_BYTES
 from lightning_dsgd.transport.messages import ASKED, TAKEN
@@ -159,3 +161,11 @@ def test_after_a_view_only_new_channels_go_on(boxes: Mailboxes, told: Told) -> N
     assert old_receive.payload is None
     boxes.deliver(1, old, 0, whole)  # takes no room, as no receive will take it
     assert told.news[1:] == [(1, TAKEN, (0, CREDIT_BYTES))] * 2
+
+
+def test_a_launcher_may_hand_on_who_was_lost() -> None:
+    """As Ray does, which pickles the error of a worker."""
+    lost = PeerLost(2, Reason("failed: x", ends_all=True), "recv")
+    told = pickle.loads(pickle.dumps(lost))
+    assert vars(told) == vars(lost)
+    assert (str(told), told.ends_all) == (str(lost), True)
