@@ -26,6 +26,7 @@ from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.algorithms.balanced import Balanced
 from lightning_dsgd.data.loaders import has_indices
 from lightning_dsgd.data.units.balancing import Balancing
+from lightning_dsgd.data.workers import spare_workers
 from lightning_dsgd.plain.claimed import LoopClaiming
 from lightning_dsgd.plain.steps import Steps, failing
 from lightning_dsgd.plain.units import UnitSteps
@@ -225,6 +226,7 @@ class Loop:
         self._session.signals.take()
         of_torch = getattr(loader, "_dataloader", loader)  # which Fabric wraps
         self._session.reads_indices = has_indices(of_torch)
+        spare_workers(of_torch)
         if self.claiming is not None:
             loader = self.claiming.of(loader, self.meet_all)
         return _Batches(loader, self._session, self._count_batch)
@@ -251,6 +253,7 @@ class Loop:
                 "batches(loader)"
             )
         self._session.signals.take()
+        spare_workers(loader)
         return self._units.of(loader, accumulate, move or _as_it_is)
 
     def count(self, num_samples: int) -> None:

@@ -94,13 +94,9 @@ def end_fork(exception: BaseException) -> NoReturn:
 
 
 def end_fork_by(signum: int) -> None:
-    """Ends a process that was forked from a rank by a signal; a loader's worker by the second one.
-
-    Ranks that are told to stop go on to a common batch, for which they need their loaders.
-    """
+    """Ends a process that was forked from a rank by a signal; `data.workers` spares workers."""
     signal.signal(signum, signal.SIG_DFL)
-    if not is_loaders_worker():
-        os.kill(os.getpid(), signum)
+    os.kill(os.getpid(), signum)
 
 
 def is_loaders_worker() -> bool:

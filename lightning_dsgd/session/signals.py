@@ -6,7 +6,7 @@ the first Ctrl-C       all ranks stop after the same batch; the second interrupt
 SLURM's signal         with the Trainer: all ranks stop after the same batch; then the job is saved
                        and requeued
 where nobody trains    as in evaluation: this rank ends at once, and the others are told
-in a forked process    it ends alone
+in a forked process    it ends alone; a loader's worker by the second (`data.workers`)
 
 In a loop, ranks stop after a batch of `replica.batches(...)`.  Handlers run in the training thread,
 anywhere in it.

@@ -52,6 +52,12 @@ def give_mesh(module: Any, mesh: Any) -> None:
     module._device_mesh = mesh
 
 
+def seed_workers(trainer: Any, loader: Any) -> None:
+    """Seeds a loader's workers, where the Trainer would if they had nothing to call yet."""
+    connector = _lightnings(trainer, "trainer.connectors.data_connector")
+    connector._auto_add_worker_init_fn(loader, trainer.global_rank)
+
+
 def requeue_signal(trainer: Any) -> int | None:
     """Returns the signal for which the Trainer saves, and has SLURM requeue the job, or None."""
     environment = trainer._accelerator_connector.cluster_environment

@@ -44,6 +44,7 @@ from torchmetrics import Metric
 from lightning_dsgd import keywords
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.data.loaders import has_indices
+from lightning_dsgd.data.workers import spare_workers
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import notices, options
@@ -134,6 +135,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         loader = super().process_dataloader(dataloader)
+        if self._trainer is not None:
+            spare_workers(loader, partial(seams.seed_workers, self._trainer))
         if self._is_training and not has_indices(loader):
             self.session.reads_indices = False
         if self._claiming is None or not self._is_training:

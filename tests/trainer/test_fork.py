@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -111,3 +112,28 @@ def test_children_of_ranks_of_mpi_end_too(
     """They do not come to MPI_Finalize, for which they would wait for all ranks."""
     world = MPIFitWorld(job=mpi_jobs(python))
     check_ends(world.run(SIZE, fit_forking, "wagma", str(tmp_path), 0, SIZE), tmp_path)
+
+
+class Telling(Regression):
+    """Tells its loaders' workers to end, as SLURM tells all processes of a job."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2:
+            for child in multiprocessing.active_children():
+                assert child.pid is not None
+                os.kill(child.pid, signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_telling() -> tuple[int, str]:
+    L.seed_everything(0, workers=True, verbose=False)
+    fitter = trainer(strategy_of("allreduce", timeout_s=60.0), 2, limit_val_batches=0)
+    fitter.fit(Telling(), forked_loader(8 * 2 * 20, 1))
+    L.seed_everything(0, workers=False, verbose=False)
+    assert fitter.train_dataloader is not None
+    return fitter.global_step, fitter.train_dataloader.worker_init_fn.then.func.__name__
+
+
+def test_workers_that_the_trainer_seeds_outlive_a_signal() -> None:
+    """Ranks that are told to stop go on to a common batch, for which they need their loaders."""
+    assert FitWorld().run(2, fit_telling) == [(20, "pl_worker_init_function")] * 2

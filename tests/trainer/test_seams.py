@@ -58,6 +58,7 @@ def owners(package: str) -> list[Any]:
         ),
         observer(package),
         importlib.import_module(f"{package}.trainer.call"),
+        importlib.import_module(f"{package}.trainer.connectors.data_connector"),
         importlib.import_module(f"{package}.utilities.combined_loader").CombinedLoader([]),
         joint.JointEpochs(SimpleNamespace(training=None), trainer_of(package), list),  # type: ignore[arg-type]
         MeanMetric(),
