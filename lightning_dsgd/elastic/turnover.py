@@ -5,7 +5,8 @@ their weights, and then have the view changed to one without it, on which it vot
 number may leave, but not so many that too few stay: then all stop.  It ends once the view is
 committed.  Where not all are before a batch, as some have done all of theirs, it asks again before
 its next one.  Where it has none, it ends as SIGTERM ends a rank once all have come to the end of
-training.
+training.  Where ranks have different numbers of batches, or hold a replica together, no rank leaves
+alone: all stop.
 
 **Joining.**  A process that is started later, and finds that training goes on (`register`), is a
 newcomer.  It builds its model and optimizers, and then asks the members to let it in:
@@ -87,7 +88,8 @@ class Turnover:
     def before_batch(self) -> None:
         """Lets ranks come and leave, if all members are to meet before this batch."""
         session, training = self._session, opened(self._session.training)
-        sees_newcomers = session.ranks.is_first and bool(self.newcomers())
+        may_see = self._face.can_be_joined and session.ranks.is_first
+        sees_newcomers = may_see and bool(self.newcomers())
         if training.agreed.leaves or (sees_newcomers and not training.is_uneven):
             training.agreed.ask_to_meet()
         if not training.agreed.take_meeting():

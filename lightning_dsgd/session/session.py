@@ -5,7 +5,7 @@ stands, and what may follow, is the table in `phases`.  Which ranks there are, a
 one means, the session asks its `ranks`.
 
 Threads: the training thread owns a session.  Signal handlers run in that thread, between any two of
-its instructions: they read the phase and the training, set a flag of the session's ranks, or call
+its instructions: they read the phase and the training, set `AgreedBatch.leaves`, or call
 `AgreedBatch.request` or `interrupt`.  The mesh's thread and a timer's read the phase, where a rank
 is lost (`LastResort`).  A read of one attribute is whole, which the interpreter's lock sees to.
 """

@@ -27,17 +27,18 @@ the agreement, and a rank that still needs the others asks them anew.
 Where ranks claim their batches, `at` is each rank's own: one more than it has begun when it is
 told.  So a fast rank does not wait there until a slow one has done as many.
 
-What a rank knows of a stop (`Stopping`), which never goes back:
+What a rank knows of a stop (`Stopping`), which never goes back within a view:
 
     NOT_ASKED   no rank was told to stop, as far as this rank knows
     ASKED       rank 0 asks all how far they are
-    DECIDED     all begin `stop_at` batches, and stop for the signal `signum` of the rank `origin`
+    DECIDED     this rank begins `stop_at` batches, and stops for the signal `signum` of the rank
+                `origin`; the first decision holds
     MISSED      others have stopped so, and a lost rank has kept this one from it: it stops where it
                 is, for nobody waits for its batches
 
 Where ranks may be lost, each view has an agreement of its own (`in_view`).  Its members tell each
-other what was decided before.  If one of them knows of a stop, it is DECIDED, or MISSED, on all;
-else the ranks that were told to stop ask anew.
+other what was decided before.  If one of them knows where all stop, the stop is DECIDED, or MISSED,
+on all, whatever was asked anew meanwhile; else the ranks that were told to stop ask anew.
 """
 
 from __future__ import annotations
@@ -196,10 +197,9 @@ class AgreedBatch:
             self._decide(signum, origin, self.num_begun)
 
     def _decide(self, signum: int, origin: int, stop_at: int) -> None:
-        """Takes over where all stop, unless that is decided already; called under the lock."""
-        if not self._is_decided:
-            self.stopping = Stopping.DECIDED
-            self.signum, self.origin, self.stop_at = signum, origin, stop_at
+        """Takes over where all stop; called under the lock."""
+        self.signum, self.origin, self.stop_at = signum, origin, stop_at
+        self.stopping = Stopping.DECIDED
 
     # ---- in another view ----
 
@@ -222,6 +222,8 @@ class AgreedBatch:
         told = [json.loads(text) for text in texts]
         stop_at, signum, origin = max(decided for decided, _ in told)
         if stop_at >= 0:
+            # Also over what was asked anew meanwhile: a member may have heard of that already, and
+            # another not.
             with new._changed:
                 new._decide(signum, origin, new.num_begun if new.is_of_each else stop_at)
                 if any(missed for _, missed in told):
@@ -347,7 +349,7 @@ class AgreedBatch:
             if what != STOP:
                 self._due.append((at, what, detail, self.num_told))
                 self.num_told += 1
-            else:
+            elif not self._is_decided:
                 self._decide(detail, origin, at)
             self._holding = False
             self._changed.notify_all()

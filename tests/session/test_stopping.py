@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from lightning_dsgd.agreement import everyones
+from lightning_dsgd.session import stopping
 from lightning_dsgd.session.meeting import END_EPOCH
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.stopping import END, MEET, SAVE, STOP, AgreedBatch, Stopping
@@ -193,8 +196,9 @@ def go_on(net: Any, is_missed: bool) -> tuple[Stopping, int, int, bool]:
         old.stop_here(signal.SIGTERM, 1)
     new = old.in_view(net.sub("new"), has_stopped=is_missed and net.rank == 1)
     new.catch_up(old)
-    new.close()
-    return new.stopping, new.signum, new.origin, new.begin_batch()
+    newest = new.in_view(net.sub("newest"), has_stopped=False)  # after another loss
+    newest.close()
+    return newest.stopping, newest.signum, newest.origin, newest.begin_batch()
 
 
 @pytest.mark.parametrize("is_missed", [False, True])
@@ -204,12 +208,41 @@ def test_a_stop_that_one_member_knows_of_holds_on_all_in_the_next_view(is_missed
     assert outcomes == [(stopping, signal.SIGTERM, 1, False)] * 3
 
 
-def test_a_stop_that_is_decided_twice_is_the_first() -> None:
-    """As a member that is ahead may have asked anew before this rank hears of the other."""
+def ask_anew(net: Any, is_known: bool) -> tuple[Stopping, int, int]:
+    """A signal comes to rank 1 in a view that rank 2 enters late; is_known: all stop already."""
+    old = AgreedBatch(net.sub("old"))
+    for _ in range(2 if net.rank == 1 else 4):
+        assert old.begin_batch()
+    if is_known and net.rank == 1:
+        old._take(STOP, signal.SIGTERM, 1, 4)
+
+    def told_late(of: Any, text: str) -> list[str]:
+        told = everyones(of, text)
+        if net.rank == 2:
+            net.compute(5.0)
+        return told
+
+    with mock.patch.object(stopping, "everyones", told_late):
+        new = old.in_view(net.sub("new"), has_stopped=False)
+    if net.rank == 1:
+        new._ask(STOP, signal.SIGINT, 0)
+    net.compute(20.0)
+    new.close()
+    return new.stopping, new.signum, new.stop_at
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_stop_that_is_asked_anew_is_the_same_on_all(is_known: bool) -> None:
+    outcomes = SimulatedWorld(3).run(ask_anew, is_known)
+    expected = (signal.SIGTERM, 4) if is_known else (signal.SIGINT, 5)
+    assert outcomes == [(Stopping.DECIDED, *expected)] * 3
+
+
+def test_of_two_stops_that_are_agreed_on_the_first_holds() -> None:
     agreed = AgreedBatch(Silent(), serves=False)  # type: ignore[arg-type]
     agreed._hold(STOP)
     agreed._take(STOP, signal.SIGINT, 0, 7)
-    agreed.stop_here(signal.SIGTERM, 1)
+    agreed._take(STOP, signal.SIGTERM, 1, 8)
     assert (agreed.signum, agreed.stop_at) == (signal.SIGINT, 7)
 
 
