@@ -7,8 +7,9 @@ SIGTERM, also where it hangs in a library, in which Python calls no handlers.
 
 A worker takes these signals just before it loads.  A signal that comes sooner ends it.
 
-Python sends one SIGTERM to workers that are there when their process ends, and waits for them.
-Where a process has spared workers, they get one before, so that none is waited for in vain.
+Python sends one SIGTERM to the daemonic children that are there when a process ends, and waits for
+them.  Where a process has spared workers, all these children get one before, so that none is waited
+for in vain.  A spared worker that hangs outlives torch's own attempt to end it, until then.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -40,6 +42,7 @@ class _Spared:
     def __call__(self, worker: int) -> None:
         # The kernel calls a handler of System V once; `abs` is one that does nothing.
         _libc.sysv_signal(signal.SIGTERM, _libc.abs)
+        signal.siginterrupt(signal.SIGTERM, False)  # what a library reads meanwhile goes on
         signal.signal(signal.SIGINT, _ignore_once)
         if self.then is not None:
             self.then(worker)
@@ -72,8 +75,10 @@ def _tell_twice(pid: int) -> None:
 
 
 def _tell() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a worker that ends
     workers = [child for child in multiprocessing.active_children() if child.daemon]
     for worker in workers:
         worker.terminate()
+    until = time.monotonic() + _ARRIVES_WITHIN_S
     for worker in workers:
-        worker.join(_ARRIVES_WITHIN_S)
+        worker.join(max(0.0, until - time.monotonic()))

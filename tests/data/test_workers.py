@@ -68,7 +68,7 @@ def end_beside_a_worker(hangs: bool, context: Any) -> None:
             signal.sigtimedwait((), 0.5)
 
     loaded: DataLoader[Tensor] = DataLoader(
-        Seeds(), num_workers=1, multiprocessing_context="fork", worker_init_fn=begin
+        Seeds(), num_workers=2, multiprocessing_context="fork", worker_init_fn=begin
     )
     spare_workers(loaded)
     loaded.kept = iter(loaded)  # type: ignore[attr-defined]
