@@ -110,7 +110,7 @@ class Replica:
         net.expect_at_most(_MESSAGE_PER_REPLICA * num_bytes(module, optimizers))
         flat.check_module(module)
         check_disjoint(module, optimizers)
-        early.check(algorithm, self._layout, check_finite=check_finite)
+        self.check_pieces(algorithm)
         self._check_alike()
         self._fragments: dict[str, int] = {}
         for optimizer in optimizers:
@@ -122,6 +122,10 @@ class Replica:
     def _holds_all(self) -> bool:
         """Whether this rank holds all weights, and not a shard of them."""
         return type(self._layout) is flat.Whole
+
+    def check_pieces(self, algorithm: Algorithm) -> None:
+        """Raises `ValueError` for one that takes pieces of gradients which this replica has not."""
+        early.check(algorithm, self._layout, check_finite=self._check_finite)
 
     def _build(self, optimizer: Optimizer) -> None:
         mine = flat.trainable(optimizer)

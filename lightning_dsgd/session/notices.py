@@ -57,7 +57,10 @@ class Facts:
 
 
 def tell(
-    session: Session[Any], announce: Callable[[str], None], num_steps: float = math.inf
+    session: Session[Any],
+    announce: Callable[[str], None],
+    num_steps: float = math.inf,
+    refuse: Callable[[Algorithm], None] | None = None,
 ) -> None:
     """Warns, on the first rank, of what a user of this training would lose.
 
@@ -65,6 +68,7 @@ def tell(
         session: the session whose training starts
         announce: tells the user notices that name no loss
         num_steps: how many steps each rank is to make; inf: that is not known
+        refuse: raises `ValueError` for an algorithm with which the face would not train
     """
     if session.training is None or not session.ranks.is_first:
         return
@@ -82,10 +86,18 @@ def tell(
             announce(text)
     num_bytes = sum(part.x.nbytes for part in parts)
     on_device = not is_on_host(x)
+
+    def check(other: Algorithm) -> None:
+        replica.check_pieces(other)
+        if refuse is not None:
+            refuse(other)
+
     for text in [
         *engines(algorithm, replica.net, on_device=on_device),
-        *waits(algorithm, num_replicas, num_bytes, on_device=on_device),
-        *between_nodes(parts[0].algorithm, num_replicas),
+        *(
+            between_nodes(parts[0].algorithm, num_replicas, check)
+            or waits(algorithm, num_replicas, num_bytes, on_device=on_device)
+        ),
     ]:
         announce(text)
     if isinstance(algorithm, ErrorFeedback):
@@ -130,7 +142,9 @@ def waits(algorithm: Algorithm, num_replicas: int, num_bytes: int, *, on_device:
     ]
 
 
-def between_nodes(algorithm: Algorithm, num_replicas: int) -> list[str]:
+def between_nodes(
+    algorithm: Algorithm, num_replicas: int, check: Callable[[Algorithm], None]
+) -> list[str]:
     """Returns what setting is meant for ranks on several nodes, where another one has been set.
 
     Nothing is said of an algorithm that knows the nodes, or is to be as printed, and of a setting
@@ -139,6 +153,7 @@ def between_nodes(algorithm: Algorithm, num_replicas: int) -> list[str]:
     Args:
         algorithm: has been started, and knows how many ranks a node has
         num_replicas: how many copies of the model there are
+        check: raises `ValueError` for an algorithm with which this training would not go on
     """
     per_node, name = algorithm.conditions.ranks_per_node, algorithm.name
     options = algorithm.hyperparameters()
@@ -151,6 +166,7 @@ def between_nodes(algorithm: Algorithm, num_replicas: int) -> list[str]:
     try:
         other: Algorithm = replace(algorithm, **meant)  # type: ignore[type-var]
         other.check(num_replicas, algorithm.conditions)
+        check(other)
     except ValueError:
         return []
     given, way_out = (

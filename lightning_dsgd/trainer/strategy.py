@@ -191,6 +191,12 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
                 self._handed_over = state["checkpoint"]
                 seams.restore_from(trainer, self._handed_over)
 
+    def _check_algorithm(self, algorithm: Algorithm) -> None:
+        """Raises `ValueError` for an algorithm with which this Trainer cannot fit."""
+        refusals.check_trainer(self._trainer, algorithm)
+        if self._layer_sync is not None:
+            refusals.check_sync_batchnorm(algorithm, self.root_device)
+
     def configure_ddp(self) -> None:
         """Does not wrap the model: the algorithm does what DDP's wrapper does."""
 
@@ -250,7 +256,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def on_train_start(self) -> None:
         self.session.begin_training()
-        notices.tell(self.session, rank_zero_info, seams.num_steps_planned(self._trainer))
+        num_steps = seams.num_steps_planned(self._trainer)
+        notices.tell(self.session, rank_zero_info, num_steps, self._check_algorithm)
         if self._random_states is not None:
             # The loader has drawn the seed of its epoch, as it had before the save.
             record.restore_random_states(self._random_states)

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,12 @@ import torch
 from torch import nn
 
 import lightning_dsgd as dsgd
-from lightning_dsgd.algorithm import ORDINARY, Conditions
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.devices import CONNECTIONS
 from lightning_dsgd.session.notices import Facts, between_nodes, notices, tell, waits
 from tests.support.faces import FACES, Loop
-from tests.support.fits import Plain, run
+from tests.support.fits import Plain, fit, run
 from tests.support.heard import Heard
 from tests.support.thorough import cases
 
@@ -115,14 +116,53 @@ def test_what_is_meant_for_several_nodes_is_told(spec: str, given: str, meant: s
     algorithm = make_algorithm(spec)
     for per_node, num_replicas in ((8, 16), (4, 8)):
         algorithm.conditions = Conditions(ranks_per_node=per_node)
-        lines = between_nodes(algorithm, num_replicas)
+        lines = between_nodes(algorithm, num_replicas, nothing)
         assert len(lines) == bool(given)
         assert all(f"With {given} ranks" in line for line in lines)
         assert all(f"between nodes; {meant} is meant to" in line for line in lines)
     for per_node, skips in ((None, False), (16, False), (8, True)):
         algorithm.conditions = Conditions(ranks_per_node=per_node, skips_overflow=skips)
         is_told = bool(given) and skips and spec.startswith("wagma")
-        assert len(between_nodes(algorithm, 16)) == is_told
+        assert len(between_nodes(algorithm, 16, nothing)) == is_told
+
+
+def nothing(_: Algorithm) -> None:
+    """Refuses nothing."""
+
+
+def refuse_overlap(other: Algorithm) -> None:
+    if other.hyperparameters()["overlap"]:
+        raise ValueError
+
+
+def test_nothing_is_told_of_a_setting_that_the_training_would_refuse() -> None:
+    algorithm = make_algorithm("allreduce")
+    algorithm.conditions = Conditions(ranks_per_node=8)
+    assert between_nodes(algorithm, 16, refuse_overlap) == []
+
+
+def ask_what_is_refused(given: dict[str, Any]) -> list[bool]:
+    refused = []
+
+    def ask(algorithm: Algorithm, num_replicas: int, check: Callable[[Algorithm], None]) -> Any:
+        try:
+            check(make_algorithm("allreduce:overlap=true"))
+        except ValueError:
+            refused.append(True)
+        else:
+            refused.append(False)
+        return []
+
+    with mock.patch("lightning_dsgd.session.notices.between_nodes", ask):
+        fit("allreduce", **given)
+    return refused
+
+
+@pytest.mark.parametrize(
+    "given", [{"accumulate_grad_batches": 2}, {"options": {"check_finite": True}}, {}]
+)
+def test_the_trainer_is_asked_what_it_would_refuse(given: dict[str, Any]) -> None:
+    assert run(1, ask_what_is_refused, given) == [[bool(given)]]
 
 
 class WithAdam(Plain):
