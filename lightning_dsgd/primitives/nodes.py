@@ -6,10 +6,10 @@
 
 A rank that has run out of data brings zeros, and takes over the step of those that have not.
 
-With `num_buckets` a lane makes the mean in pieces, during the backward pass (`pieces`).
-It tells how many ranks step; only where some do not, the training threads ask who does.  They do so
-once after each round, as all ranks of the node know the same number, so none asks alone.  A step
-that a rank has handed over pieces of, and gives up, counts as one that changes nothing.
+With `num_buckets` a lane makes the mean in pieces, during the backward pass (`pieces`).  After it
+the training threads ask who steps, unless all stand still, which all ranks of the node know from
+the lane, so none asks alone.  A rank that has handed over pieces and makes no step counts in that
+mean, with zeros for the rest, and takes over the step of the others.
 """
 
 from __future__ import annotations
@@ -132,15 +132,20 @@ class Node:
         self._pieces.check()
         self._pieces.hand_over(g, 0)
         self._pieces.take_mean(g)
-        return self._see_who_steps(self._pieces.num_active, active=True)
+        return self._gather_who_steps(active=True)
 
     def serve(self, x: Tensor) -> int:
-        """Takes part in a mean with a gradient of zero; returns how many ranks step."""
+        """Takes part in a mean with a gradient of zero; returns how many ranks step.
+
+        That is 1 where none does, but some have handed over pieces: there is another round.
+        """
         if self._pieces is None:
             return self._sum(torch.zeros_like(x), active=False)
         if not self._pieces.complete():
             self._pieces.serve(x)
-        return self._see_who_steps(self._pieces.num_active, active=False)
+        if not self._pieces.num_active:
+            return 0
+        return self._gather_who_steps(active=False) or 1
 
     def stop(self) -> None:
         """Ends the lane; never waits for another rank."""
@@ -155,19 +160,10 @@ class Node:
             self.net.all_reduce(g, self.members).wait()
         return num_active
 
-    def _see_who_steps(self, num_active: int, *, active: bool) -> int:
-        """Sees which ranks of the node step, where some do and some do not."""
-        if 0 < num_active < self.size:
-            self._gather_who_steps(active=active)
-        else:
-            self.first_active = self.leader
-        return num_active
-
     def _gather_who_steps(self, *, active: bool) -> int:
         flags = self.net.all_gather(torch.tensor([int(active)]), self.members).wait()
         stepping = [rank for rank, flag in zip(self.members, flags, strict=True) if flag]
-        if stepping:
-            self.first_active = stepping[0]
+        self.first_active = stepping[0] if stepping else self.leader
         return len(stepping)
 
     def give_to_leader(self, x: Tensor) -> None:

@@ -145,3 +145,23 @@ def test_a_node_stays_together_where_steps_are_given_up(counts: list[int], spec:
     found = [x for x, _ in ranks]
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[2], found[3])
+
+
+@pytest.mark.parametrize("spec", ["sgp", "wagma:overlap=true"])
+@pytest.mark.parametrize("counts", [[2, 4], [4, 2], [3, 3]])
+def test_no_step_is_lost_where_a_rank_of_the_node_gives_one_up(
+    counts: list[int], spec: str
+) -> None:
+    """Of that step the others' mean has the half that the rank has handed over."""
+    spec += ":node_size=2:num_buckets=4"
+    chances = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    expected, handed_over = torch.zeros(4096), torch.arange(4096) >= 2048
+    for step in range(max(counts)):
+        gradients = [
+            torch.randn(4096, generator=chance) * (1 if step < count else handed_over)
+            for chance, count in zip(chances, counts, strict=True)
+            if step <= count
+        ]
+        expected -= 0.1 * torch.stack(gradients).mean(0)
+    for x, _ in world(2).run(partial(train_early, gives_up=True), spec, counts):
+        torch.testing.assert_close(x, expected, rtol=0, atol=1e-6)
