@@ -202,6 +202,8 @@ class Algorithm:
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Refuses an unknown option, with the one that may be meant: `__init__` names none."""
         hyperparameters.check_names(cls, given)
+        if args and cls.__init__ is object.__init__:  # which leaves that to us
+            raise TypeError(f"{cls.__name__} takes no arguments, got {', '.join(map(repr, args))}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

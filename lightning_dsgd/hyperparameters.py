@@ -166,7 +166,10 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 
 def check_names(owner: type, given: Mapping[str, Any]) -> None:
     """Raises `TypeError` for the first keyword that a class does not take."""
-    _, *ours = inspect.signature(owner.__init__).parameters.values()  # type: ignore[misc]
+    made_by: Any = owner.__init__  # type: ignore[misc]
+    _, *ours = inspect.signature(made_by).parameters.values()
+    if made_by is object.__init__:
+        ours = []
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in ours):
         return
     known = [each.name for each in ours]

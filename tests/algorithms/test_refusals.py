@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,16 @@ MISSPELT = {
 def test_an_algorithm_made_by_hand_refuses_an_option_with_the_nearest(made: str) -> None:
     with pytest.raises(TypeError, match=MISSPELT[made]):
         eval(made, {kind.__name__: kind for kind in ALGORITHMS.values()})
+
+
+class WithoutOptions(Algorithm):
+    """Is no dataclass, and has no `__init__`."""
+
+
+@pytest.mark.parametrize("given", [{"args": (3,)}, {"kwargs": {"speed": 3}}])
+def test_an_algorithm_without_options_takes_none(given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"takes no arguments, got 3|no option speed, .*takes none"):
+        WithoutOptions(*given.get("args", ()), **given.get("kwargs", {}))
 
 
 @dataclass
