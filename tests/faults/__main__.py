@@ -78,7 +78,7 @@ def try_fault(copy: Copy, fault: Fault, sound: set[str]) -> Generator[Run, None,
     if status in (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR):
         return Verdict(WRONG, f"WRONG: pytest finds no test by {fault.tests}\n{said}")
     witness = who_notices(status, said)
-    again = [witness] if "::" in witness else fault.arguments
+    again = [witness, "-m", ""] if "::" in witness else fault.arguments
     if " ".join(again) not in sound:
         status, said = yield from _ended(copy.start(again))
         if status != pytest.ExitCode.OK:
