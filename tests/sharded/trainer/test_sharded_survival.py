@@ -67,7 +67,7 @@ def fit(
         strategy,
         dist.get_world_size(),
         max_epochs=NUM_EPOCHS,
-        callbacks=[ModelCheckpoint(folder, "saved", save_last=True)],
+        callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
         enable_checkpointing=True,
         gradient_clip_val=1.0,
     )
@@ -94,8 +94,10 @@ def check_left(outcomes: list[Outcome], lost: int, folder: Path) -> list[dict[st
         assert result["epoch"] == NUM_EPOCHS
         assert result["members"] == ranks
         assert result["is_first"] == (result is first)
-    saved = torch.load(folder / "last.ckpt", weights_only=True)
-    assert saved["epoch"] == NUM_EPOCHS - 1
+    for epoch in range(NUM_EPOCHS):  # what was gathered before the loss is not written after it
+        saved = torch.load(folder / f"epoch={epoch}.ckpt", weights_only=True)
+        assert saved["epoch"] == epoch
+        assert saved["state_dict"].keys() == Sharded().state_dict().keys()
     mark = record.save_of(saved)
     assert mark is not None
     assert (mark.num_shards, mark.world_size) == (2, 2)
