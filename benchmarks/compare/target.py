@@ -81,6 +81,7 @@ DEFAULTS: Final[dict[str, tuple[int, str]]] = {
     "resnet": (100, "0.1,0.2,0.4,0.8"),
     "language": (200, "0.005,0.01,0.02"),
     "translation": (100, "0.01,0.02,0.04"),
+    "translation_loss": (200, "0.005,0.01,0.02"),
 }
 """The steps, and the grid of learning rates, of each task."""
 FIRST_TUNING_SEED: Final = 1000

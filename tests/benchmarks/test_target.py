@@ -119,6 +119,17 @@ def test_interrupted_run_continues_with_the_cells_that_are_missing(
     assert (tmp_path / "report" / "t.png").stat().st_size > 10_000
 
 
+def test_a_translation_is_scored_by_right_words_or_by_its_loss() -> None:
+    by_words, by_loss = TASKS["translation"], TASKS["translation_loss"]
+    targets = torch.tensor([[6, 7, by_words.ignored]])
+    outputs = torch.zeros(1, 3, 8)
+    outputs[0, 0, 6] = outputs[0, 1, 3] = 10.0  # the first word is right, the second is not
+    assert by_words.quality(outputs, targets) == 0.5
+    loss = torch.nn.functional.cross_entropy(outputs[0, :2], targets[0, :2])
+    assert by_loss.quality(outputs, targets) == pytest.approx(float(loss))
+    assert (by_words.higher_is_better, by_loss.higher_is_better) == (True, False)
+
+
 @some_now("task", TASKS, now=("digits", "translation"))
 def test_gradients_of_several_ranks_are_those_of_each_alone(task: str) -> None:
     networks = Networks(TASKS[task], 3)
