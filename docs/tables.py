@@ -38,6 +38,11 @@ DECISIONS_IN_SHORT = re.compile(r"(<!-- what to use in short, with pages in (\S+
 IN_SHORT = ("alike", "unknown", "random", "heavy-tail", "slow-rank", "slow-link", "memory")
 WITH_ADAM = (decisions.DDP, decisions.BALANCED, "allreduce")
 """These step with the sum of all gradients, so Adam's steps are those of DDP."""
+ADAMW = (
+    ("language", "choosing/adam_language.json"),
+    ("translation", "choosing/adam_translation.json"),
+)
+"""Tasks with AdamW, and what `python -m benchmarks target` measured."""
 GAINS = re.compile(r"(<!-- what the first choices gained, with pages in (\S+) -->\n)(?:.+\n)*")
 GAINED = ("random", "heavy-tail", "slow-rank", "slow-link")
 WORDS = {decisions.FIRST: "", decisions.THEN: "then ", decisions.OWN_RATE: "with DDP's rate: "}
@@ -131,12 +136,14 @@ def all_decisions() -> str:
     groups: dict[tuple[Choice, ...], list[Situation]] = {}
     for here in decisions.SITUATIONS.values():
         groups.setdefault(here.choices, []).append(here)
-    lines = ["| your situation | use | why | times | costs |", "|---|---|---|---|---|"]
+    heads = ["your situation", "use", "why", "times", "costs", "with AdamW"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for choices, situations in groups.items():
         text = "; ".join(map(linked, situations))
         for choice in choices:
             cells = [text, WORDS[choice.case] + used(choice), choice.why]
-            lines.append("| " + " | ".join([*cells, *gain_and_cost(choice, situations)]) + " |")
+            cells += [*gain_and_cost(choice, situations), with_adamw(choice, situations)]
+            lines.append(f"| {' | '.join(cells)} |")
             text = ""
     return "\n".join(lines)
 
@@ -167,6 +174,34 @@ def gain_and_cost(choice: Choice, situations: list[Situation]) -> tuple[str, str
         times.append(f"{end}{at_99['share']:.2f}{few}")
         points.append(f"{round(100 * found['difference'], 1) + 0:+.1f}")
     return "; ".join(times), f"{held}, {'; '.join(points)} points"
+
+
+def with_adamw(choice: Choice, situations: list[Situation]) -> str:
+    """The final loss with scaled steps, beside all-reduce's, and how soon all-reduce's is there."""
+    if choice.strategy in WITH_ADAM:
+        return "DDP's loss"
+    spec, parts = f"{choice.strategy}:scale_steps=true", []
+    for task, file in ADAMW:
+        rows = json.loads((ROOT / "docs/results" / file).read_text())["summary"]
+        by_place = {(row["situation"], row["strategy"]): row for row in rows}
+        for place in (situation.measured for situation in situations):
+            row = by_place.get((place, f"{spec}, {choice.data}"), by_place.get((place, spec)))
+            if row:
+                base = by_place[place, target_rows.BASELINE]["value"]
+                parts.append(f"{task} {row['value']:.3f} (DDP's {base:.3f}), {soon(row)}")
+    return "; ".join(parts)
+
+
+def soon(row: dict[str, Any]) -> str:
+    """How many seeds have all of the baseline's quality, and how soon if most have it.
+
+    A seed without it counts as the time limit, so a mean of few that have it would tell nothing.
+    """
+    at, num_seeds = row["to_target"]["1"], row["seeds"]
+    if not at["reached"]:
+        return "never"
+    seeds = f"{at['reached']} of {num_seeds} seeds"
+    return f"{at['share']:.2f} ({seeds})" if 2 * at["reached"] > num_seeds else seeds
 
 
 def gains(pages: str) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import lightning_dsgd
 from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.lab.decisions import SITUATIONS
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.mpi import ended
 from tests.support.worlds import FitWorld
@@ -52,6 +53,27 @@ def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
     assert without_its_first_row != text
     renewed = tables["renewed"](without_its_first_row)
     assert renewed == text, "write them anew: python docs/tables.py"
+
+
+def test_a_time_to_the_loss_of_ddp_is_told_where_most_seeds_have_it() -> None:
+    tables = runpy.run_path(str(DOCS / "tables.py"))
+    row = {"seeds": 5, "to_target": {"1": {"share": 0.9, "reached": 3}}}
+    assert tables["soon"](row) == "0.90 (3 of 5 seeds)"
+    row["to_target"]["1"]["reached"] = 2
+    assert tables["soon"](row) == "2 of 5 seeds"
+    row["to_target"]["1"]["reached"] = 0
+    assert tables["soon"](row) == "never"
+
+
+@pytest.mark.parametrize("task", ["language", "translation"])
+def test_what_adamw_costs_stands_beside_the_choice(task: str) -> None:
+    tables = runpy.run_path(str(DOCS / "tables.py"))
+    result = json.loads((DOCS / f"results/choosing/adam_{task}.json").read_text())
+    values = {row["strategy"]: row["value"] for row in result["summary"]}
+    here = SITUATIONS["random"]
+    told = tables["with_adamw"](here.first, [here])
+    ours, base = values[f"{here.first.strategy}:scale_steps=true"], values["allreduce"]
+    assert f"{task} {ours:.3f} (DDP's {base:.3f}), " in told
 
 
 WITH_RESULTS = [page for page in EVERY if "results/" in page.read_text()]

@@ -153,9 +153,8 @@ SITUATIONS: Final = {
             Choice(
                 FIRST,
                 BALANCED,
-                "It makes DDP's steps. Where weights are averaged, Adam's shrink: with "
-                "`scale_steps=True` language ended 1.7 to 4.2% above all-reduce's loss, "
-                "translation up to 14 points below.",
+                "It makes DDP's steps. Where weights are averaged, Adam's shrink, and training "
+                "ends with a higher loss, also with `scale_steps=True`.",
             ),
         ),
         page="coming_from_ddp.md#adam",
