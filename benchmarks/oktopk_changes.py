@@ -2,10 +2,10 @@
 
     python benchmarks/oktopk_changes.py --output docs/results/oktopk/oktopk_changes.json
 
-8 ranks of the simulated world train the language model or the digits of `benchmarks target`, with
-its batches and its schedule.  "@0.3" after a strategy is Adam's first beta, if it is not 0.9.  A
-row has the strategy's best learning rate with the first seed.  The bytes are those of a rank, in a
-step; the paper's bound is 6k (P-1)/P numbers of 4 bytes, with k of 1% of the weights.
+8 or --ranks ranks of the simulated world train the language model or the digits of `benchmarks
+target`, with its batches and its schedule.  "@0.3" after a strategy is Adam's first beta, if it is
+not 0.9.  A row has the strategy's best learning rate with the first seed.  The bytes are those of a
+rank, in a step; the paper's bound is 6k (P-1)/P numbers of 4 bytes, with k of 1% of the weights.
 
 Each cell is printed and written at once; a cell that is in the file is not computed again.
 """
@@ -27,7 +27,6 @@ from benchmarks.compare.target_cell import Training
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 
-RANKS = 8
 WAY = Situation("a step takes 0.97 to 1.03 s")
 CHANGES = "exchanges=changes"
 STRATEGIES = {
@@ -52,7 +51,9 @@ LRS = {"language": [0.01, 0.02], "digits": [0.1, 0.2, 0.4, 0.8]}
 STEPS = {"language": 200, "digits": 120}
 
 
-def train(name: str, strategy: str, lr: float, seed: int, steps: int) -> dict[str, float]:
+def train(
+    name: str, strategy: str, lr: float, seed: int, *, steps: int, ranks: int
+) -> dict[str, float]:
     spec, _, beta = strategy.partition("@")
     task = TASKS[name]
     if beta:
@@ -65,13 +66,13 @@ def train(name: str, strategy: str, lr: float, seed: int, steps: int) -> dict[st
 
         task = replace(task, optimizer=optimizer)
     cell = {"strategy": spec, "lr": lr, "seed": seed}
-    training = Training(task, WAY, cell, {"steps": steps})
+    training = Training(task, replace(WAY, ranks=ranks), cell, {"steps": steps})
     target_cell.train(training)
     weights = training.x.shape[1]
     return {
         "value": round(training.curve["value"][-1], 4),
         "kb_per_step": round(max(training.bytes_sent) / steps / 1e3, 3),
-        "bound_kb": round(6 * round(0.01 * weights) * (RANKS - 1) / RANKS * 4 / 1e3, 3),
+        "bound_kb": round(6 * round(0.01 * weights) * (ranks - 1) / ranks * 4 / 1e3, 3),
     }
 
 
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", help="all-reduce first; by default all")
     parser.add_argument("--lrs", type=float, nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=WAY.ranks)
     parser.add_argument("--steps", type=int, help="by default those of `benchmarks target`")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -115,13 +117,15 @@ def main() -> None:
                 key = {"strategy": strategy, "lr": lr, "seed": seed}
                 if any(key.items() <= cell.items() for cell in cells):
                     continue
-                cells.append(key | train(args.task, strategy, lr, seed, steps))
+                cells.append(
+                    key | train(args.task, strategy, lr, seed, steps=steps, ranks=args.ranks)
+                )
                 print(cells[-1], flush=True)
                 rows = summary(cells, up=up)
                 specs = [row["strategy"].partition("@")[0] for row in rows]
-                made = provenance() | {"hyperparameters": in_force(specs, [RANKS])}
-                made |= {"steps": steps, "summary": rows, "cells": cells}
-                write_result(made, args.output)
+                report = provenance() | {"hyperparameters": in_force(specs, [args.ranks])}
+                report |= {"steps": steps, "summary": rows, "cells": cells}
+                write_result(report, args.output)
 
 
 if __name__ == "__main__":
