@@ -119,6 +119,10 @@ class Members(Ranks):
         return self.session.rank == self.members[0] and self.session.takes_part
 
     @property
+    def can_be_joined(self) -> bool:
+        return self._face.can_be_joined
+
+    @property
     def has_changed(self) -> bool:
         return self.members != tuple(range(self._num_ranks))
 
@@ -257,7 +261,7 @@ class Members(Ranks):
         register, card = self._entrance.register, views_of(self.calls.view).card()
         if register is None:
             return False
-        may_be_joined = self._face.can_be_joined and not self.session.sharding.in_rows
+        may_be_joined = self.can_be_joined and not self.session.sharding.in_rows
         can_be_joined = may_be_joined and self._entrance.is_open and card is not None
         if can_be_joined and card is not None:
             register.write_card(self.session.rank, card)

@@ -59,6 +59,11 @@ class Ranks:
         return bool(self.session.rank == 0)
 
     @property
+    def can_be_joined(self) -> bool:
+        """Whether a process that is started later can join the others."""
+        return False
+
+    @property
     def has_changed(self) -> bool:
         """Whether ranks have been lost, or have joined; known also once the network is closed."""
         return False

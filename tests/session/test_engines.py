@@ -35,9 +35,9 @@ def train(net: Any, spec: str) -> tuple[list[str], dict[str, int]]:
     algorithm = make_algorithm(spec)
     rank = Rank(net, algorithm, x)
     lines: list[str] = []
-    replica = SimpleNamespace(
-        parts=[SimpleNamespace(x=x, optimizer=SimpleNamespace(param_groups=[{}]))], net=net
-    )
+    optimizer = SimpleNamespace(param_groups=[{}])
+    parts = [SimpleNamespace(x=x, optimizer=optimizer, algorithm=algorithm)]
+    replica = SimpleNamespace(parts=parts, net=net)
     training = SimpleNamespace(replica=replica, algorithm=algorithm)
     notices.tell(
         SimpleNamespace(training=training, ranks=SimpleNamespace(is_first=True)),  # type: ignore[arg-type]

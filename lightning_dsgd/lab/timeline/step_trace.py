@@ -465,7 +465,7 @@ def _rank(trainer: Any) -> int:
 
 
 def _may_be_joined(session: Any) -> bool:
-    return bool(session is not None and getattr(session.ranks, "can_be_joined", False))
+    return session is not None and bool(session.ranks.can_be_joined)
 
 
 def _new_run() -> dict[str, Any]:
