@@ -1,8 +1,8 @@
 """What a training would lose in silence: a line each at its start, on the first rank.
 
 A line says what was given, what happens, and what to do.  All are warnings, as another choice
-avoids the loss.  Three lines are told in any case: how many entries a sparse strategy sends, what
-a strategy waits for that could train on, and what setting is meant for several nodes.
+avoids the loss.  Two lines name no loss, and are told: how many entries a sparse strategy sends;
+and what setting is meant for several nodes, or else what a strategy waits for that could train on.
 """
 
 from __future__ import annotations

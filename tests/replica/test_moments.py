@@ -47,6 +47,12 @@ def loss(of: nn.Module, number: int, rank: int) -> Tensor:
     return (of(x) - rank).square().mean()
 
 
+def step(replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+    replica.before_update(optimizer)
+    optimizer.step()
+    replica.after_update(optimizer)
+
+
 def train(
     net: Any, name: str, num_steps: Sequence[int], spec: str = "local_sgd", **options: Any
 ) -> tuple[Weights, Kept]:
@@ -62,9 +68,7 @@ def train(
         net.compute(0.1 + (number * 7 + net.rank * 3) % 5 / 10)
         optimizer.zero_grad()
         loss(mine, number, net.rank).backward()
-        replica.before_update(optimizer)
-        optimizer.step()
-        replica.after_update(optimizer)
+        step(replica, optimizer)
     replica.finish()
     parameters = list(mine.parameters())
     kept = [[optimizer.state[p][key].clone() for p in parameters] for key in KEPT[name]]
@@ -169,9 +173,7 @@ def test_gossip_of_ranks_that_stop_mixes_momentum(spec: str) -> None:
             net.compute(0.1 + (number * 7 + net.rank * 3) % 5 / 10)
             for parameter in mine.parameters():
                 parameter.grad = torch.ones_like(parameter)
-            replica.before_update(optimizer)
-            optimizer.step()
-            replica.after_update(optimizer)
+            step(replica, optimizer)
         replica.finish()
         return torch.cat([s["momentum_buffer"].flatten() for s in optimizer.state.values()])
 
@@ -191,27 +193,24 @@ def test_momentum_is_averaged_with_the_fragment_of_its_weights() -> None:
     assert not torch.equal(first[0], other[0])
 
 
+def miss_a_gradient(net: Any, spec: str) -> list[float]:
+    """The second rank has no gradient for the last layer, and a third one never steps."""
+    mine = model()
+    optimizer = OPTIMIZERS["momentum"](list(mine.parameters()))
+    replica = Replica(net, mine, [optimizer], make_algorithm(spec))
+    replica.synchronize()
+    if net.rank < 2:
+        for parameter in list(mine.parameters())[: 4 - 2 * net.rank]:
+            parameter.grad = torch.full_like(parameter, net.rank + 1.0)
+        step(replica, optimizer)
+    replica.finish()
+    return [float(state["momentum_buffer"].mean()) for state in optimizer.state.values()]
+
+
 def test_a_rank_without_a_gradient_counts_in_no_mean() -> None:
-    """Of 3 ranks the last never steps, and the second has no gradient for the last layer."""
-
-    def run(net: Any) -> list[Tensor]:
-        mine = model()
-        optimizer = OPTIMIZERS["momentum"](list(mine.parameters()))
-        replica = Replica(net, mine, [optimizer], LocalSGD(1, average_momentum=True))
-        replica.synchronize()
-        if net.rank < 2:
-            for parameter in list(mine.parameters())[: 4 - 2 * net.rank]:
-                parameter.grad = torch.full_like(parameter, net.rank + 1.0)
-            replica.before_update(optimizer)
-            optimizer.step()
-            replica.after_update(optimizer)
-        replica.finish()
-        return [state["momentum_buffer"] for state in optimizer.state.values()]
-
-    first, second, third = SimulatedWorld(3).run(run)
-    assert [float(m.mean()) for m in first] == [1.5, 1.5, 1.0, 1.0]
-    assert [float(m.mean()) for m in second] == [1.5, 1.5]
-    assert third == []
+    spec = "local_sgd:sync_period=1:average_momentum=true"
+    ranks = SimulatedWorld(3).run(miss_a_gradient, spec)
+    assert ranks == [[1.5, 1.5, 1.0, 1.0], [1.5, 1.5], []]
 
 
 def test_an_optimizer_that_is_loaded_later_goes_on_to_be_averaged() -> None:
@@ -224,9 +223,7 @@ def test_an_optimizer_that_is_loaded_later_goes_on_to_be_averaged() -> None:
         for number in range(2):
             optimizer.zero_grad()
             loss(mine, number, net.rank).backward()
-            replica.before_update(optimizer)
-            optimizer.step()
-            replica.after_update(optimizer)
+            step(replica, optimizer)
         replica.finish()
         return torch.cat([s["momentum_buffer"].flatten() for s in optimizer.state.values()])
 
@@ -254,22 +251,8 @@ def test_an_optimizer_whose_momentum_is_not_known_is_refused(optimizer: Any, got
 
 @pytest.mark.parametrize("spec", [GOSSIP["sgp"], GOSSIP["popsgd"]])
 def test_a_rank_without_a_gradient_goes_on_without_momentum(spec: str) -> None:
-    """Of 2 ranks the second has no gradient for the last layer."""
-
-    def run(net: Any) -> list[float]:
-        mine = model()
-        optimizer = OPTIMIZERS["momentum"](list(mine.parameters()))
-        replica = Replica(net, mine, [optimizer], make_algorithm(spec))
-        replica.synchronize()
-        for parameter in list(mine.parameters())[: 4 - 2 * net.rank]:
-            parameter.grad = torch.full_like(parameter, net.rank + 1.0)
-        replica.before_update(optimizer)
-        optimizer.step()
-        replica.after_update(optimizer)
-        replica.finish()
-        return [float(state["momentum_buffer"].mean()) for state in optimizer.state.values()]
-
-    assert SimulatedWorld(2).run(run) == [[1.5, 1.5, 1.0, 1.0], [1.5, 1.5]]
+    ranks = SimulatedWorld(2).run(miss_a_gradient, spec)
+    assert ranks == [[1.5, 1.5, 1.0, 1.0], [1.5, 1.5]]
 
 
 def test_sgp_with_averaged_momentum_waits_for_no_other_rank() -> None:
@@ -285,9 +268,7 @@ def test_sgp_with_averaged_momentum_waits_for_no_other_rank() -> None:
             net.compute(1.0 if net.rank == number == 0 else 0.1)
             for parameter in mine.parameters():
                 parameter.grad = torch.ones_like(parameter)
-            replica.before_update(optimizer)
-            optimizer.step()
-            replica.after_update(optimizer)
+            step(replica, optimizer)
             ends.append(round(net.now(), 6))
         replica.finish()
         return ends

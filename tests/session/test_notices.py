@@ -116,18 +116,18 @@ def test_what_is_meant_for_several_nodes_is_told(spec: str, given: str, meant: s
     algorithm = make_algorithm(spec)
     for per_node, num_replicas in ((8, 16), (4, 8)):
         algorithm.conditions = Conditions(ranks_per_node=per_node)
-        lines = between_nodes(algorithm, num_replicas, nothing)
+        lines = between_nodes(algorithm, num_replicas, accept)
         assert len(lines) == bool(given)
         assert all(f"With {given} ranks" in line for line in lines)
         assert all(f"between nodes; {meant} is meant to" in line for line in lines)
     for per_node, skips in ((None, False), (16, False), (8, True)):
         algorithm.conditions = Conditions(ranks_per_node=per_node, skips_overflow=skips)
         is_told = bool(given) and skips and spec.startswith("wagma")
-        assert len(between_nodes(algorithm, 16, nothing)) == is_told
+        assert len(between_nodes(algorithm, 16, accept)) == is_told
 
 
-def nothing(_: Algorithm) -> None:
-    """Refuses nothing."""
+def accept(other: Algorithm) -> None:
+    """Is a training that would go on with each algorithm."""
 
 
 def refuse_overlap(other: Algorithm) -> None:
