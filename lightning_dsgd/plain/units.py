@@ -19,6 +19,7 @@ from lightning_dsgd.data.units.balancing import Balancing, longest
 from lightning_dsgd.data.units.loaders import UnitLoader, check_can_draw_for_others
 from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.plain.steps import failing
+from lightning_dsgd.session import notices
 from lightning_dsgd.session.session import Session
 
 
@@ -63,6 +64,7 @@ class UnitSteps:
                 num_slots_of_step=accumulate,
                 micro_batches=self._micro_batches,
             )
+            notices.tell_of_parts(session, balancing, self._micro_batches)
         for step in range(balancing.plan.num_steps):
             with failing(session):
                 session.begin_batch()

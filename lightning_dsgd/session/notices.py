@@ -3,6 +3,8 @@
 A line says what was given, what happens, and what to do.  All are warnings, as another choice
 avoids the loss.  Two lines name no loss, and are told: how many entries a sparse strategy sends;
 and what setting is meant for several nodes, or else what a strategy waits for that could train on.
+
+One line comes when the first epoch begins, as nobody knows before into what its batches are split.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.data.units.balancing import Balancing
 from lightning_dsgd.devices import few_queues, is_on_host, shared_queue
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.primitives.quantised import LEAST_PIECE
@@ -105,6 +109,28 @@ def tell(
         announce(
             f"Sparse exchanges: {sent:,} of {sum(sizes):,} weights are selected in each "
             f"(density={algorithm.share:g})."
+        )
+
+
+def tell_of_parts(session: Session[Any], balancing: Balancing, micro_batches: int | None) -> None:
+    """Warns, on the first rank, where BatchNorm sees parts of batches, and nobody chose that.
+
+    Args:
+        session: the session whose training has begun an epoch
+        balancing: what shares the micro-batches of the training
+        micro_batches: see `Balanced`
+    """
+    num_parts, was_chosen = balancing.plan.num_parts, micro_batches is not None
+    if was_chosen or num_parts == 1 or balancing.num_epochs > 1 or not session.ranks.is_first:
+        return
+    assert session.training is not None, "an epoch is begun while a training is under way"
+    if any(isinstance(each, _BatchNorm) for each in session.training.replica.module.modules()):
+        warnings.warn(
+            'got a model with BatchNorm and strategy="balanced", which splits each batch into '
+            f"{num_parts} micro-batches where a step has one batch of each rank: BatchNorm "
+            "normalises each by itself, so the loss curve is not DDP's; set micro_batches=1, with "
+            f"which ranks share whole batches, or micro_batches={num_parts} if that is meant",
+            stacklevel=3,
         )
 
 

@@ -35,6 +35,7 @@ from lightning_dsgd.data.loaders import StandIn
 from lightning_dsgd.data.units.balancing import Balancing, longest
 from lightning_dsgd.data.units.loaders import UnitLoader, check, check_can_draw_for_others
 from lightning_dsgd.data.units.protocol import NONE
+from lightning_dsgd.session import notices
 from lightning_dsgd.session.options import check_is_first
 from lightning_dsgd.session.under_way import opened
 from lightning_dsgd.trainer import seams, step_sizes
@@ -154,6 +155,7 @@ class BalancedMixin(DecentralizedMixin):
             micro_batches=self.algorithm.micro_batches,
             first_slot=progress.ready,
         )
+        notices.tell_of_parts(self.session, balancing, self.algorithm.micro_batches)
         before = None
         for slot in range(progress.ready, balancing.plan.num_slots):
             self._begins_step = balancing.plan.begins_step(slot)

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
@@ -22,7 +23,7 @@ from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.devices import CONNECTIONS
 from lightning_dsgd.session.notices import Facts, between_nodes, notices, tell, waits
 from tests.support.faces import FACES, Loop
-from tests.support.fits import Plain, fit, run
+from tests.support.fits import Plain, Seeded, fit, run
 from tests.support.heard import Heard
 from tests.support.thorough import cases
 
@@ -189,6 +190,41 @@ def test_the_lines_stand_once_and_on_rank_0_alone(face: str, tmp_path: Path) -> 
     assert "got AdamW" in adam
     assert len(period) == (face == "Trainer")  # which alone knows how many steps there are to be
     assert all("got sync_period=9" in line and "training of 8 steps" in line for line in period)
+
+
+def train_on_parts(face: str, micro_batches: int | None, accumulate: int) -> list[str]:
+    """What this rank warns of in two epochs of a model with BatchNorm."""
+    algorithm = dsgd.Balanced(micro_batches=micro_batches)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if face == "Trainer":
+            options = {"micro_batches": micro_batches}
+            kwargs: dict[str, Any] = {"accumulate_grad_batches": accumulate, "max_epochs": 2}
+            fit("balanced", Seeded, options=options, **kwargs)
+        else:
+            model: Any = Seeded()
+            optimizer = model.configure_optimizers()
+            with dsgd.decentralized(model, optimizer, algorithm, timeout_s=30.0) as replica:
+                data = DataLoader(TensorDataset(torch.ones(32, 10), torch.ones(32, 1)), 8)
+                for _ in range(2):
+                    for batches in replica.steps(data, accumulate):
+                        for batch in batches:
+                            model.loss(batch).backward()
+                        optimizer.step()
+    return [str(w.message) for w in caught if "BatchNorm" in str(w.message)]
+
+
+@cases("face", now=["plain"], later=["Trainer"])
+@pytest.mark.parametrize(
+    ("micro_batches", "accumulate", "is_said"), [(None, 1, True), (None, 2, False), (4, 1, False)]
+)
+def test_batch_norm_on_parts_of_batches_that_nobody_chose_is_told_once_on_rank_0(
+    face: str, micro_batches: int | None, accumulate: int, is_said: bool
+) -> None:
+    first, second = run(2, train_on_parts, face, micro_batches, accumulate)
+    assert second == []
+    assert len(first) == is_said
+    assert all("into 4 micro-batches" in line and "set micro_batches=1" in line for line in first)
 
 
 def train_on_nodes(face: str) -> list[str]:

@@ -62,7 +62,7 @@ class Plan:
         first_slot: int = 0,
     ) -> None:
         self._batches = [(samples, [0, *accumulate(lengths)]) for samples, lengths in batches]
-        self._per_step, self._num_parts = num_slots_of_step, num_parts
+        self._per_step, self.num_parts = num_slots_of_step, num_parts
         self._least = 2 if longest_of(batches) >= 2 * num_parts else 1
         self.first_slot = first_slot
         self.num_slots = min(limit, max(len(lengths) for _, lengths in batches))
@@ -91,7 +91,7 @@ class Plan:
                 rank
                 for slot in self._slots_of(step)
                 for rank in self._ranks_in(slot)
-                for _ in range(num_parts_of(self._length(rank, slot), self._num_parts, self._least))
+                for _ in range(num_parts_of(self._length(rank, slot), self.num_parts, self._least))
             ]
             for step in range(self.num_steps)
         ]
@@ -116,7 +116,7 @@ class Plan:
             samples, ends = self._batches[rank]
             batch = samples[ends[slot] : ends[slot + 1]].tolist()
             share = len(self._batches) / len(here)
-            for part in split(batch, self._num_parts, self._least):
+            for part in split(batch, self.num_parts, self._least):
                 units.append(Unit(rank, part, share * len(part) / max(1, len(batch))))
         return units
 
