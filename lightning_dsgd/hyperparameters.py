@@ -178,11 +178,21 @@ def check_names(owner: type, given: Mapping[str, Any]) -> None:
             raise TypeError(unknown(owner.__name__, name, value, known))
 
 
-def unknown(owner: str, name: str, value: Any, ours: Sequence[str]) -> str:
-    """Returns what an error says of an unknown option: which are known, which may be meant."""
+def unknown(
+    owner: str, name: str, value: Any, ours: Sequence[str], elsewhere: Sequence[str] = ()
+) -> str:
+    """Returns what an error says of an unknown option: which are known, which may be meant.
+
+    Args:
+        owner: the name of the class that was given the option
+        name: the option
+        value: its value
+        ours: the options that the class takes
+        elsewhere: options that belong to another class, and may be meant too
+    """
     return (
         f"{owner} has no option {name}, got {name}={value!r}; it takes "
-        f"{', '.join(ours) or 'none'}{did_you_mean(name, ours)}"
+        f"{', '.join(ours) or 'none'}{did_you_mean(name, [*ours, *elsewhere])}"
     )
 
 

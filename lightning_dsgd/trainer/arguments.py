@@ -127,4 +127,5 @@ def check(strategy: str, algorithm: Algorithm, table: type, given: Any) -> None:
                 f'"{algorithm.name}"; leave it out'
             )
         elif name not in THE_TRAINERS:
-            raise ValueError(hyperparameters.unknown(strategy, name, value, ours))
+            its = [*algorithm.hyperparameters()]
+            raise ValueError(hyperparameters.unknown(strategy, name, value, ours, its))

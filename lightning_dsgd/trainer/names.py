@@ -5,6 +5,7 @@
     Trainer(strategy="ddp_wagma")    the same strategy as "wagma", for a library that trains several
                                      ranks only where it finds "ddp" in the name
     Trainer(strategy="wagam")        Lightning refuses it: what may have been meant is added
+    Trainer(strategy="wagma:overlap=true")    the same: Lightning's names have no options
 
 Where the last is told is private to Lightning: where a version has it no more, Lightning's own
 error stays as it was.
@@ -49,7 +50,7 @@ def hint(name: str, others: Collection[str] = ()) -> str:
     prefix = ALIAS if name.lower().startswith(ALIAS) else ""
     ours = [f"{prefix}{own}" for own in ALL_ALGORITHMS]
     known = {_bare(other): "" for other in others} | {_bare(own): own for own in ours}
-    bare = _bare(name)
+    bare = _bare(name.partition(":")[0])
     near = [bare] if bare in known else get_close_matches(bare, known, 3, NAMES_ALIKE)
     nearest = [known[each] for each in near]
     if not nearest or not nearest[0]:
@@ -80,13 +81,15 @@ def hint_in(module: str, connector: str, write: Callable[[Algorithm], str]) -> N
                 if "invalid strategy name" not in str(error):
                     raise
                 given = getattr(self, "_strategy_flag", None)
-                if isinstance(given, str):
+                found = meant(given)
+                if found is not None:
+                    more = f"Write strategy={write(found)}."
+                elif isinstance(given, str):
                     ours = {*ALL_ALGORITHMS}
                     theirs = set(getattr(self, "_registered_strategies", ())) - ours
                     more = hint(given, theirs - {f"{ALIAS}{own}" for own in ours})
                 else:
-                    found = meant(given)
-                    more = f"Write strategy={write(found)}." if found is not None else ""
+                    more = ""
                 if not more:
                     raise
                 raise ValueError(f"{error}. {more}") from None  # ours: told in a line

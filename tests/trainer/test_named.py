@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 
 import lightning_dsgd as dsgd
@@ -108,6 +109,23 @@ def test_a_strategy_takes_a_name_with_options() -> None:
     assert algorithm == dsgd.WAGMA(group_size=4)
     with pytest.raises(ValueError, match="got 'wagam'; did you mean wagma"):
         dsgd.DecentralizedStrategy("wagam")
+    with pytest.raises(ValueError, match=r"has no option overlapp.*; did you mean overlap"):
+        dsgd.DecentralizedStrategy("wagma", overlapp=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("wagma:overlap=true", r"Write .*\.DecentralizedStrategy\(.*\.WAGMA\(overlap=True\)\)"),
+        ("balanced:backups=false", r"Write .*\.BalancedStrategy\(.*\.Balanced\(backups=False\)\)"),
+        ("wagma:overlapp=true", 'Did you mean "wagma"'),
+    ],
+)
+def test_the_trainer_takes_no_options_in_a_name_and_says_what_to_write(
+    given: str, said: str
+) -> None:
+    with pytest.raises(ValueError, match=f"invalid strategy name.*{said}"):
+        L.Trainer(strategy=given, accelerator="cpu", devices=2)
 
 
 @pytest.mark.parametrize("algorithm", ALL_ALGORITHMS.values())
