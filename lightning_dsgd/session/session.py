@@ -1,6 +1,6 @@
 """One training or evaluation on one rank: what lives as long as its network, and how ranks meet.
 
-Whoever drives a session is its face, and adds what only that face has (`face`).  Where a session
+Whoever drives a session is its face, and does what only that face can (`duties`).  Where a session
 stands, and what may follow, is the table in `phases`.  Which ranks there are, and what the loss of
 one means, the session asks its `ranks`.
 
@@ -26,8 +26,8 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.data.unequal import Samples
 from lightning_dsgd.primitives.own_device import await_step
 from lightning_dsgd.replica.held_back import unclipped
+from lightning_dsgd.session.duties import Duties
 from lightning_dsgd.session.ending import LastResort, all_fail, end_fork, reason_of, say
-from lightning_dsgd.session.face import Face
 from lightning_dsgd.session.meeting import (
     AFTER_BATCH,
     END_TRAINING,
@@ -49,7 +49,7 @@ from lightning_dsgd.transport import PeerLost, Transport
 _log: Final = logging.getLogger("lightning_dsgd")
 
 
-class Session(Face, Generic[TrainingT]):
+class Session(Duties, Generic[TrainingT]):
     """Leads one rank through a training or an evaluation; the head of the file tells how.
 
     Attributes:

@@ -1,6 +1,7 @@
-"""What a face adds to a session: a loop in plain PyTorch adds nothing.
+"""What a session asks of its face: a loop in plain PyTorch does no more than what stands here.
 
-`Session` inherits this.  A face makes a subclass of `Session` and overrides what it can do.
+`Session` inherits this.  A face makes a subclass of `Session` and overrides what it can do.  What
+ranks that are lost or join ask of a face: `elastic.face.Face`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from torch import Tensor
 from lightning_dsgd.session.ending import ended_by
 
 
-class Face:
-    """Does what only a face can do, for a session."""
+class Duties:
+    """Does for a session what only its face can do."""
 
     @property
     def is_evaluating(self) -> bool:
