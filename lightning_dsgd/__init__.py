@@ -1,10 +1,10 @@
-"""Decentralised data-parallel SGD for PyTorch Lightning; importing it registers the strategies.
+"""Data-parallel training that waits less for late ranks; importing it registers the strategies.
 
 ```python
 import lightning as L
 import lightning_dsgd
 
-L.Trainer(strategy="local_sgd", accelerator="cpu", devices=4).fit(model, datamodule)
+L.Trainer(strategy="balanced", accelerator="cpu", devices=4).fit(model, datamodule)
 ```
 
 The import itself loads neither torch nor Lightning: a public name loads what it needs when it is
