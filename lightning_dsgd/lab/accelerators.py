@@ -11,10 +11,14 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from lightning_dsgd.devices import port_of
+from lightning_dsgd.devices import port_of, until
 
 _TIMED_CYCLES: Final = 100_000_000
 """The kernel that spins takes about 50 ms for so many."""
+_COPIED_BYTES: Final = 64 << 20
+"""What is copied to measure a memory: more than what caches of devices hold."""
+_NUM_COPIES: Final = 4
+_COPIES_LIMIT_S: Final = 10.0
 _MOST_FREE: Final = 256
 """The most events that are kept to be used again."""
 
@@ -167,3 +171,36 @@ def times_of(device: torch.device) -> Times:
     port: Any = port_of(device)
     event = getattr(port, "timed_event", None)
     return Times() if event is None else DeviceTimes(event, port.current)
+
+
+def memory_bytes_s(device: torch.device) -> float | None:
+    """Measures how many bytes a second a copy within a device's memory reads and writes.
+
+    It takes some milliseconds, and 128 MB meanwhile.
+
+    Returns:
+        the bytes a second; None where the device is the CPU or has no clock, no room for the
+        copy, or has not made it after 10 s
+    """
+    times = times_of(device)
+    if not isinstance(times, DeviceTimes):
+        return None
+    try:
+        x = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+        y = x.clone()  # the first copy, which is not timed
+    except torch.OutOfMemoryError:
+        return None
+    marks = [times.mark()]
+    for _ in range(_NUM_COPIES):
+        y.copy_(x)
+    marks.append(times.mark())
+    found: list[float] = []
+
+    def has_copied() -> bool:
+        found.extend(times.seconds(marks) or ())
+        return bool(found)
+
+    if not until(has_copied, _COPIES_LIMIT_S, lambda: None):
+        return None
+    begin_s, end_s = found
+    return 2 * _COPIED_BYTES * _NUM_COPIES / max(1e-9, end_s - begin_s)

@@ -18,6 +18,11 @@ A strategy works on a processor for what it sends, in every step (`_STEP_S`); ro
 each entry and each message (`_ROUNDED_S`, `_MESSAGE_S`), so that small gradients, and those that
 a network carries quickly, are not worth being rounded.
 
+On devices NCCL carries what is sent, so messages take no processor; rounding, as all else that a
+strategy does to weights and gradients, is passes over the device's memory (`diagnose.passes`).  The
+last rounded sum waits for its tickets (`_tickets_s`).  Left out: tickets in the simulated world,
+where words between hosts also take as long as NCCL's messages.
+
 What `balanced` cannot help gains nothing in its model: its sum hides behind no backward pass, so a
 slow link stays slow; a unit costs `UNIT_S` besides its computation, which is much of a step of a
 few ms; and a batch that cannot be shared is one unit, so it is not offered.
@@ -25,11 +30,13 @@ few ms; and a batch that cannot be shared is one unit, so it is not offered.
 **Intervals.**  A strategy's lower end also allows for communication that takes as long as DDP's
 meetings; where the link is known both ends allow for 7% in place of that.  The lower end of
 `balanced` allows for parts of a batch that take longer than their share of it, by a quarter.  The
-upper end of `int8` is for messages that cost nothing but their latency.
+upper end of `int8` is for messages that cost nothing but their latency.  On devices upper ends are
+for passes that hide behind the computation.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -40,7 +47,7 @@ from torch import Tensor
 from lightning_dsgd.data.units.balancing import USUAL_PARTS
 from lightning_dsgd.lab import decisions
 from lightning_dsgd.lab.decisions import Choice
-from lightning_dsgd.lab.diagnose import sharing
+from lightning_dsgd.lab.diagnose import passes, sharing
 from lightning_dsgd.lab.diagnose.elsewhere import LATENCY_S, link_of, some_ranks
 from lightning_dsgd.lab.diagnose.remedy import (
     MODEL,
@@ -94,10 +101,12 @@ def strategies(times: Times, verdict: Verdict, ddp: Tensor, asked: Sequence[str]
 
     def simulated(name: str, choice: Choice, *, is_asked: bool = False) -> Remedy:
         key = choice.strategy, choice.data
+        passes_s = passes.seconds(times, choice.strategy)
         if key not in gains:
-            gains[key] = _gains(choice, times, ddp, own, float(together.mean()))
-        found = _of_gains(name, choice, gains[key])
-        return replace(_with_messages(found, times, ddp), is_asked=is_asked)
+            longer = own if passes_s is None else own + passes_s
+            gains[key] = _gains(choice, times, ddp, longer, float(together.mean()))
+        found = _with_messages(_of_gains(name, choice, gains[key]), times, ddp)
+        return replace(_with_passes(found, ddp, passes_s), is_asked=is_asked)
 
     known = {name: chosen(name, times.num_ranks) for name in ("claimed", "wagma")}
     more = [] if times.link is None else of_situation(verdict, times.num_ranks)
@@ -121,21 +130,22 @@ def name_of(choice: Choice) -> str:
 
 def _balanced(times: Times, ddp: Tensor, *, is_of_home: bool) -> Remedy:
     """Plays stretches of the run with ranks that share their micro-batches."""
+    passes_s = {num_units: _passes_of_units(times, num_units) for num_units in _units(times)}
     ranks = some_ranks(times.by_step(times.own), _SHARING_RANKS)
     steps = min(max(_LEAST_SHARED, _SHARED // len(ranks)), times.num_steps)
     gains: dict[int, list[float]] = {}
-    accumulates = times.num_units > 1
     for begin in _stretches(steps, times.num_steps):
         stretch = slice(begin, begin + steps)
-        for num_units in (times.num_units,) if accumulates else _PARTS:
+        for num_units, taken_s in passes_s.items():
             work, besides_s = sharing.work_of(
                 times, stretch, ranks, num_units=num_units, is_of_home=is_of_home
             )
             step_s = sharing.shared_s(work) / steps + besides_s
+            step_s += 0.0 if taken_s is None else float(taken_s.max())
             gains.setdefault(num_units, []).append(float(ddp[stretch].mean()) / step_s)
     best = max(gains, key=lambda num_units: sum(gains[num_units]))
-    longer = 1.0 if accumulates else _OF_A_PART
-    return Remedy(
+    longer = 1.0 if times.num_units > 1 else _OF_A_PART
+    found = Remedy(
         "balanced",
         what_of("balanced", times.num_ranks),
         paste_of("balanced", times.num_ranks, units=best if best in _PARTS[1:] else 0),
@@ -143,6 +153,21 @@ def _balanced(times: Times, ddp: Tensor, *, is_of_home: bool) -> Remedy:
         min(gains[best]) / longer * (1 - MODEL),
         max(gains[best]) * (1 + MODEL),
     )
+    return _with_passes(found, ddp, passes_s[best])
+
+
+def _units(times: Times) -> Sequence[int]:
+    """Returns into how many micro-batches a rank's batches of a step may be split."""
+    return (times.num_units,) if times.num_units > 1 else _PARTS
+
+
+def _passes_of_units(times: Times, num_units: int) -> Tensor | None:
+    """Returns what passes over gradients take: [P].
+
+    Where batches are accumulated, DDP adds up their gradients too, in its recorded steps.
+    """
+    units = 1 if times.num_units > 1 else num_units
+    return passes.seconds(times, f"{decisions.BALANCED}:micro_batches={units}")
 
 
 def _stretches(steps: int, num_steps: int) -> list[int]:
@@ -175,7 +200,6 @@ def _gains(choice: Choice, times: Times, ddp: Tensor, own: Tensor, besides_s: fl
     begins = _stretches(steps, times.num_steps)
     if num_ranks > _FEW_RANKS:  # which take long
         begins = begins[len(begins) // 2 :][:1]
-    parameters = int(times.about.get("parameters") or times.num_bytes / 4) or 1
     gains = []
     for begin in begins:
         seconds = tuple(map(tuple, own[begin : begin + steps].T.tolist()))
@@ -183,7 +207,7 @@ def _gains(choice: Choice, times: Times, ddp: Tensor, own: Tensor, besides_s: fl
             latency_s=link.latency_s,
             bandwidth_bytes_s=link.bytes_s,
             compute_s=0.0,
-            num_params=parameters,
+            num_params=times.num_parameters,
             recorded=Recorded(seconds),
             costs=times.costs,
         )
@@ -233,6 +257,14 @@ def _with_messages(remedy: Remedy, times: Times, ddp: Tensor) -> Remedy:
     return replace(remedy, low=min(remedy.low, least))
 
 
+def _with_passes(remedy: Remedy, ddp: Tensor, passes_s: Tensor | None) -> Remedy:
+    """Notes what passes over devices' memory take; the upper end is for those that are hidden."""
+    if passes_s is None:
+        return replace(remedy, passes_s=None)
+    step_s, taken_s = float(ddp.mean()) / remedy.gain, float(passes_s.mean())
+    return replace(remedy, passes_s=taken_s, high=remedy.high * step_s / (step_s - taken_s))
+
+
 # ---- sums with a byte for each entry ----
 
 
@@ -244,29 +276,43 @@ def pieces_of(times: Times) -> int:
 def _rounded(times: Times, ddp: Tensor) -> Remedy:
     """Returns what a byte for each entry would gain."""
     own, pieces = times.by_step(times.own.max(1).values), pieces_of(times)
-    found = drawn("int8", times, ddp, own + _int8(times), pieces=pieces)
-    best = own + _int8(times, message_s=_latency_s(times), entry_s=0.0)
+    passes_s = passes.seconds(times, chosen("int8", times.num_ranks).strategy)
+    costs_s = _tickets_s(times) if times.is_on_device else _cores_s(times)
+    longer = own + (0.0 if passes_s is None else passes_s.max())
+    found = drawn("int8", times, ddp, longer + _int8(times, costs_s), pieces=pieces)
+    best = own + _int8(times, costs_s=0.0)
     high = float(ddp.mean() / best.mean()) * (1 + MODEL)
-    return replace(found, high=max(found.high, high))
+    return replace(_with_passes(found, ddp, passes_s), high=max(found.high, high))
 
 
-def _int8(times: Times, message_s: float = _MESSAGE_S, entry_s: float = _ROUNDED_S) -> Tensor:
+def _cores_s(times: Times) -> float:
+    """Returns what a step's sums take of a rank's core: messages over TCP, and rounding."""
+    num_messages = 2 * (times.num_ranks - 1) * pieces_of(times)
+    messages_s = num_messages * (_MESSAGE_S - _latency_s(times))
+    return (messages_s + _ROUNDED_S * times.num_bytes / 4) * times.ranks_per_core
+
+
+def _tickets_s(times: Times) -> float:
+    """Returns how long the last sum waits for NCCL, whose two collectives need a ticket each.
+
+    A ticket is 2 log2 P messages between hosts (`transport.tickets`); earlier pieces hide theirs.
+    """
+    return 2 * 2 * math.ceil(math.log2(times.num_ranks)) * LATENCY_S
+
+
+def _int8(times: Times, costs_s: float) -> Tensor:
     """Returns what the meetings of each step would take with a byte for each entry.
 
     Args:
         times: the times with DDP
-        message_s: what a message takes of a rank's time
-        entry_s: what an entry takes of a rank's time
+        costs_s: what the sums take besides what the link does
     """
     sums = times.by_step(times.takes * times.is_sum)
     others = times.by_step(times.takes * ~times.is_sum)
     busy = torch.maximum(times.busy, sums)
-    num_messages = 2 * (times.num_ranks - 1)
-    latency_s = num_messages * _latency_s(times)
+    latency_s = 2 * (times.num_ranks - 1) * _latency_s(times)
     carried = torch.minimum(busy, latency_s + (busy - latency_s).clamp(min=0.0) / 4)
-    costs_s = num_messages * (message_s - _latency_s(times)) * pieces_of(times)
-    costs_s += entry_s * times.num_bytes / 4
-    faster = carried + costs_s * times.ranks_per_core
+    faster = carried + costs_s
     if pieces_of(times) == 1:
         return others + faster
     hidden = busy - sums

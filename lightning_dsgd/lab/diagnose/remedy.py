@@ -53,6 +53,7 @@ class Remedy:
         gain: how many times as fast the job would be
         low: the lower end of the interval
         high: its upper end
+        passes_s: what a strategy's passes over the devices' memory take of a step; None: unknown
         is_asked: whether it is a strategy of which the user has asked
     """
 
@@ -62,6 +63,7 @@ class Remedy:
     gain: float
     low: float
     high: float
+    passes_s: float | None = 0.0
     is_asked: bool = False
 
     @property

@@ -108,6 +108,17 @@ class Times:
         return self.about.get("clock") == "device"
 
     @property
+    def num_parameters(self) -> int:
+        """How many parameters are trained."""
+        return int(self.about.get("parameters") or self.num_bytes / 4) or 1
+
+    @property
+    def memory_bytes_s(self) -> list[float] | None:
+        """The bytes a second of each rank's device's memory; None: a trace does not say."""
+        rates = [float(about.get("memory_bytes_s") or 0) for about in self.abouts]
+        return rates if min(rates) > 0 else None
+
+    @property
     def num_units(self) -> int:
         """How many batches of each rank are accumulated for a step; 0: the trace does not say."""
         return int(self.about.get("accumulates") or 0)

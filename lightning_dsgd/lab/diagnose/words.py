@@ -111,6 +111,8 @@ def lines(
     others = [r for r in remedies if r is not best and _is_told(r)]
     if others:
         text.append("Others:  " + ", ".join(f"{r.name} {r.gain:.2f}" for r in others))
+    if times.is_on_device:
+        text += _passes(times, [r for r in (best, *others) if r is not None and r.is_strategy])
     text.append(
         f"Seen:    {times.num_ranks} ranks, {times.num_steps} steps; how to read this: "
         'docs/know_before_you_choose.md, "Why is my DDP job slow?"'
@@ -142,6 +144,21 @@ def _cluster(times: Times, num_recorded: int | None) -> list[str]:
     if times.num_ranks > MOST_SIMULATED:
         text += f"; strategies are simulated with {MOST_SIMULATED} of them"
     return [text]
+
+
+def _passes(times: Times, told: Sequence[Remedy]) -> list[str]:
+    """Says what the passes of strategies over devices' memory take; nothing without a strategy."""
+    if not told:
+        return []
+    if times.memory_bytes_s is None:
+        return [
+            "Passes:  the trace does not say how fast the GPUs' memory is, so what strategies take "
+            "of it is left out; record it again"
+        ]
+    taken = [f"{r.name} {_ms(r.passes_s)}" for r in told if r.passes_s is not None]
+    taken += [f"{r.name} unknown" for r in told if r.passes_s is None]
+    rate = min(times.memory_bytes_s) / 1e12
+    return [f"Passes:  of a step, over the GPUs' memory ({rate:.2f} TB/s): {', '.join(taken)}"]
 
 
 def _details(times: Times, found: Verdict) -> list[str]:

@@ -220,7 +220,7 @@ class LoopTrace(_Events):
                     "waits": "of DDP" if watch.is_on_host else "not seen",
                     "sums": "seen" if watch.sums.sees_sums else "the last",
                     "clock": "host" if watch.is_on_host else "device",
-                    **watch.of_processors(),
+                    **watch.of_machine(),
                 },
                 offset_s=offset_s,
                 max_mb=self._max_mb,

@@ -148,7 +148,7 @@ class StepTrace(pl.Callback):
             self._head |= {} if self._watch.is_ddp else {"strategy": self._watch.strategy}
             self._head["sums"] = "seen" if self._watch.sums.sees_sums else "the last"
             self._head["clock"] = "host" if self._watch.is_on_host else "device"
-            self._head |= self._watch.of_processors()
+            self._head |= self._watch.of_machine()
         self._parts = (
             DeviceParts(times_of(strategy.root_device))
             if self._watch is None

@@ -35,7 +35,9 @@ _MOST: Final = 10**15
 _MOST_RANKS: Final = 10**6
 _WORDS: Final = ("run", "strategy", "waits", "sums", "clock", "device", "host", "processors")
 """What the first line says in words, if it says it."""
-_FIGURES: Final = ("began_unix_s", "parameters", "epoch_steps", "cores", "threads")
+_FIGURES: Final = (
+    *("began_unix_s", "parameters", "epoch_steps", "cores", "threads", "memory_bytes_s"),
+)
 """What the first line says in figures, if it says it."""
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dsgd.devices import is_on_host, port_of
-from lightning_dsgd.lab.accelerators import DeviceTimes, times_of
+from lightning_dsgd.lab.accelerators import DeviceTimes, memory_bytes_s, times_of
 from lightning_dsgd.lab.timeline import processors
 from lightning_dsgd.lab.timeline.calls import Meetings, Pauses
 from lightning_dsgd.lab.timeline.device_parts import DeviceParts
@@ -43,6 +43,7 @@ class Watch:
     def __init__(self, device: torch.device) -> None:
         self.recorder: Recorder | None = None
         self.strategy = "ddp"
+        self._device = device
         times = times_of(device)
         self.is_on_host = not isinstance(times, DeviceTimes)
         self.sums = Sums(times)
@@ -99,12 +100,14 @@ class Watch:
                 model.module.register_forward_pre_hook(self.is_in_forward),
             ]
 
-    def of_processors(self) -> dict[str, Any]:
-        """Returns what the first line says of the processors."""
+    def of_machine(self) -> dict[str, Any]:
+        """Returns what the first line says of the processors, and of the device's memory."""
+        rate = memory_bytes_s(self._device)
         return {
             "cores": processors.usable_cores(),
             "threads": torch.get_num_threads(),
             "processors": processors.GUESSED if self._waited is None else self._waited.how,
+            **({} if rate is None else {"memory_bytes_s": round(rate)}),
         }
 
     def end(self) -> None:

@@ -14,10 +14,12 @@ import torch
 
 from lightning_dsgd import DecentralizedStrategy, StepTrace
 from lightning_dsgd.devices import port_of
-from lightning_dsgd.lab.accelerators import Times, spin, times_of
+from lightning_dsgd.lab import accelerators
+from lightning_dsgd.lab.accelerators import DeviceTimes, Times, memory_bytes_s, spin, times_of
 from lightning_dsgd.lab.timeline import device_parts
 from lightning_dsgd.lab.timeline.device_parts import DeviceParts
 from lightning_dsgd.lab.timeline.trace import Trace, read_folder
+from lightning_dsgd.lab.timeline.watch import Watch
 from tests.support.fake_device import FakeDevice
 from tests.support.fits import Plain, accelerator_of
 from tests.support.models import loader, trainer
@@ -149,6 +151,47 @@ def test_the_same_on_an_accelerator() -> None:
     assert len(ended) == 12
     for part, took_s in ended:
         assert took_s == pytest.approx(SPIN_S if part == "device_forward" else 0.0, abs=SPIN_S / 2)
+
+
+class EveryTwoMs:
+    """An event: the device comes to one every 2 ms."""
+
+    def record(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: EveryTwoMs) -> float:
+        return 2.0
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_memory_is_as_fast_as_a_copy_reads_and_writes_it() -> None:
+    assert memory_bytes_s(CPU) is None
+    times = DeviceTimes(EveryTwoMs, lambda: None)
+    with mock.patch.object(accelerators, "times_of", return_value=times):
+        assert memory_bytes_s(CPU) == pytest.approx(4 * 2 * 2**26 / 2e-3)
+        with mock.patch.object(torch, "zeros", side_effect=torch.OutOfMemoryError):
+            assert memory_bytes_s(CPU) is None
+
+
+def measure_memory(net: Any, fake: FakeDevice) -> None:
+    assert Watch(fake.device).of_machine()["memory_bytes_s"] > 0
+    times, opened = times_of(fake.device), threading.Event()
+    fake.spin_until(opened)
+    with mock.patch.multiple(
+        accelerators, times_of=mock.Mock(return_value=times), _COPIES_LIMIT_S=0.05
+    ):
+        assert memory_bytes_s(fake.device) is None
+    opened.set()
+
+
+def test_a_device_that_does_not_copy_is_not_waited_for() -> None:
+    FakeWorld().run(1, measure_memory)
 
 
 class Slow(Plain):
