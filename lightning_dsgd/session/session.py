@@ -334,11 +334,10 @@ class Session(Duties, Generic[TrainingT]):
             votes, figures = told[:NUM_PURPOSES], told[NUM_PURPOSES:]
             votes[what] = 1
             figures.view(-1, NUM_FIGURES)[meetings.rank] = mine
-            num_told = agreed.num_told
             meetings.all_reduce(told).wait()
             if votes[STOP]:
                 self._stop_here(training)
-            agreed.forget([p for p in AFTER_BATCH if votes[p] and p != what], num_told)
+            agreed.forget([p for p in AFTER_BATCH if votes[p] and p != what])
             are_all_here = int(votes[what]) == self.world_size
             are_between_batches = not votes[[*AFTER_BATCH]].any()
             if are_between_batches:

@@ -51,6 +51,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import Final
 
 import torch
@@ -93,7 +94,6 @@ class AgreedBatch:
         origin: the rank that got the signal
         stop_at: how many batches every rank begins, once it is decided to stop
         num_begun: how many this rank has begun
-        num_told: how often this rank was told what all do after a batch
         requested: the signal that this rank got itself, or 0
         leaves: whether this rank was told to leave, which the others may go on without
 
@@ -105,13 +105,13 @@ class AgreedBatch:
 
     def __init__(self, net: Transport, *, serves: bool = True, is_of_each: bool = False) -> None:
         self.is_of_each = is_of_each
-        self.signum = self.num_begun = self.num_told = self.requested = 0
+        self.signum = self.num_begun = self.requested = 0
         self.origin = self.stop_at = -1
         self.stopping = Stopping.NOT_ASKED
         self.leaves = self._is_to_meet = self._holding = False
         self._net = net
         self._changed = threading.Condition()
-        self._due: list[tuple[int, int, int, int]] = []  # at, what to do after it, when told
+        self._due: list[tuple[int, int, int]] = []  # at, what to do after it
         self._open: Wish | None = None  # on rank 0, with the replies to it, and those that wait
         self._replies: dict[int, int] = {}
         self._waiting: list[Wish] = []
@@ -152,7 +152,7 @@ class AgreedBatch:
         with self._changed:
             meets = any(what == MEET and at <= self.num_begun for at, what, *_ in self._due)
             if meets:
-                self.forget([MEET], self.num_told)
+                self.forget([MEET])
             return meets
 
     def take_due(self) -> list[tuple[int, int]]:
@@ -160,20 +160,23 @@ class AgreedBatch:
         with self._changed:
             due = [each for each in self._due if each[0] <= self.num_begun and each[1] != MEET]
             self._due = [later for later in self._due if later not in due]
-        return [(what, detail) for _, what, detail, _ in due]
+        return [(what, detail) for _, what, detail in due]
 
-    def forget(self, missed: Sequence[int], num_told: int) -> None:
-        """Forgets what others have come for without this rank, of its first `num_told` words.
+    def forget(self, missed: Sequence[int]) -> None:
+        """Forgets what others have come for without this rank, once it was told of that.
 
-        They go on, and ask anew.  Else this rank would come later, alone, and wait for an epoch.
-        Of each kind that is the oldest: all come for one wish after the other.
+        They go on, and ask anew.  Else this rank would come later, alone, and wait for an epoch, or
+        for ever if it holds a replica with others.  Of each kind that is the oldest: all come for
+        one wish after the other, and each is told to all.
         """
         with self._changed:
             for what in missed:
-                known = [each for each in self._due if each[1] == what and each[3] < num_told]
-                if known:
-                    self._due.remove(known[0])
+                self._wait_until(partial(self._is_due, what))
+                self._due.remove(next(each for each in self._due if each[1] == what))
             self._is_to_meet = self._is_to_meet and MEET not in missed
+
+    def _is_due(self, what: int) -> bool:
+        return any(each[1] == what for each in self._due)
 
     def await_stop(self) -> None:
         """Waits until it is decided where to stop; some rank knows already that all will stop."""
@@ -347,8 +350,7 @@ class AgreedBatch:
             if self.is_of_each:
                 at = self.num_begun + 1
             if what != STOP:
-                self._due.append((at, what, detail, self.num_told))
-                self.num_told += 1
+                self._due.append((at, what, detail))
             elif not self._is_decided:
                 self._decide(detail, origin, at)
             self._holding = False

@@ -167,7 +167,7 @@ def miss_a_meeting(net: Any) -> list[bool]:
         net.barrier().wait()
         if is_first:
             agreed.ask_to_meet()
-        until(lambda epoch=epoch: agreed.num_told > epoch)
+        until(lambda: bool(agreed._due))
         if epoch or not is_first:
             assert agreed.begin_batch()
             assert agreed.take_meeting()
@@ -264,7 +264,26 @@ def test_a_rank_that_misses_a_save_forgets_that_one_alone() -> None:
     agreed = AgreedBatch(Silent(), serves=False)  # type: ignore[arg-type]
     for number in (0, 1):
         agreed._take(SAVE, number, 0, 1 + number)
-    agreed.forget([SAVE], agreed.num_told)
+    agreed.forget([SAVE])
     for _ in range(2):
         assert agreed.begin_batch()
     assert agreed.take_due() == [(SAVE, 1)]
+
+
+def test_a_rank_that_is_told_late_forgets_what_others_have_come_for() -> None:
+    """Else it comes alone, and the other ranks of its replica wait for it."""
+    agreed, waits = AgreedBatch(Silent(), serves=False), threading.Event()  # type: ignore[arg-type]
+    wait = agreed._changed.wait
+
+    def note(seconds: float) -> bool:
+        waits.set()
+        return wait(seconds)
+
+    agreed._changed.wait = note  # type: ignore[method-assign, assignment]
+    forgets = threading.Thread(target=agreed.forget, args=([MEET],))
+    forgets.start()
+    assert waits.wait(60.0)
+    agreed._take(MEET, 0, 0, 1)
+    forgets.join()
+    assert agreed.begin_batch()
+    assert not agreed.take_meeting()
