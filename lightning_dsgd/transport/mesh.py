@@ -180,7 +180,9 @@ class Mesh:
     def blame(self, what: str) -> None:
         """Raises `PeerLost` if another library's error comes of a lost rank; waits to know that."""
         self.check_process()
-        self.policy.blame(what)
+        is_watching = self._thread is not None
+        if is_watching or self.mailboxes.failure is not None:
+            self.policy.blame(what)
 
     def lose(self, rank: int, reason: str, *, died: bool = False) -> None:
         """Takes a rank for lost; the `policy` says what becomes of that, if it is another rank.
