@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -143,25 +143,37 @@ class Beliefs:
         return f"is not in view {number}, taken for lost{what}"
 
 
+def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Ranks:
+    """Returns the ranks of a rank's group; without groups, it alone.
+
+    Args:
+        rank: a rank of the start, or a newcomer, whose number is above all of these
+        groups: those of the start, of k ranks each; the numbers of newcomers make groups of k
+            consecutive ones, from a multiple of k on
+    """
+    for group in groups:
+        if rank in group:
+            return tuple(group)
+    size = len(groups[0]) if groups else 1
+    begin = rank - rank % size
+    return tuple(range(begin, begin + size))
+
+
 @dataclass(frozen=True)
 class Terms:
     """What a view must have.
 
     Args:
         min_ranks: how many members; None: more than half as many as the last view
-        groups: ranks none of which can go on without the others of their group
+        groups: ranks none of which can go on without the others of their group; see `group_of`
     """
 
     min_ranks: int | None
-    groups: tuple[frozenset[int], ...]
-
-    def group_of(self, rank: int) -> frozenset[int]:
-        """Returns the ranks of a rank's group; without groups, it alone."""
-        return next((group for group in self.groups if rank in group), frozenset({rank}))
+    groups: tuple[Ranks, ...]
 
     def whole(self, ranks: set[int]) -> set[int]:
         """Returns the ranks whose group is whole."""
-        return ranks.difference(*(group for group in self.groups if not group <= ranks))
+        return {rank for rank in ranks if ranks.issuperset(group_of(rank, self.groups))}
 
     def may_follow(self, members: Set[int], staying: Set[int], last: Iterable[int]) -> bool:
         """Returns whether a view may follow another.

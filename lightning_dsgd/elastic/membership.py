@@ -43,6 +43,9 @@ that leads it, so no two ranks have the same.
    others: such a group is in a proposal as a whole, or not at all.  Its ranks vote as all do, also
    on the view without them; so one dead rank of two groups of two leaves three votes of four, and a
    view of two.  Unless min_ranks is given, those that vote count for it, not those that stay.
+   Newcomers come in groups too: one that asks counts as `waiting` only once its whole group asks,
+   and one that has lost a rank of its group before the view with them ends.  No view has newcomers
+   alone: nobody would be left that has the weights.
 
 **Why all members of a view agree, and no two views have one number.**  By induction over the
 number.  Let all have the same members of view v.  A proposal in ballot b is committed when a
@@ -92,6 +95,7 @@ from lightning_dsgd.elastic.ballots import (
     Message,
     Ranks,
     Terms,
+    group_of,
     is_majority,
     trusting,
 )  # fmt: skip
@@ -139,8 +143,8 @@ class Membership:
         self._patience_s = patience_s
         self._contacts: Ranks = ()
         """The ranks that this newcomer asks to let it in."""
-        self._terms = Terms(min_ranks, tuple(map(frozenset, groups)))
-        self.believes = Beliefs(me, self._terms.group_of(me))
+        self._terms = Terms(min_ranks, tuple(map(tuple, groups)))
+        self.believes = Beliefs(me, frozenset(group_of(me, groups)))
         self._holds_joins = holds_joins
         self._ends_at, self._limit_s = math.inf, _LIMIT * patience_s
         self._reset()
@@ -167,20 +171,27 @@ class Membership:
         """Asks these ranks to let this newcomer in, until it is in a view or `within_s` is over."""
         self._contacts, self._limit_s = tuple(contacts), within_s
         self._act_at, self._ends_at = now, now + within_s
-        self._end_if_alone()
+        self._end_if_in_vain()
         self.tick(now)
 
-    def _end_if_alone(self) -> None:
-        """Ends a newcomer that asks, once all those are lost that it knows."""
-        if self._contacts and self.number < 0 and self.believes.lost.issuperset(self._contacts):
+    def _end_if_in_vain(self) -> None:
+        """Ends a newcomer that asks, once all those are lost that it knows, or one of its group."""
+        if not self._contacts or self.number >= 0:
+            return
+        if self.believes.lost.issuperset(self._contacts):
             self._end("could not join, as none of those that it knows is left")
+        elif self.believes.missing >= 0:
+            self._end(
+                f"cannot join without rank {self.believes.missing}, which was to hold shards of "
+                "its replica"
+            )
 
     def suspect(self, now: float, rank: int, *, died: bool) -> None:
         """Believes a rank lost, which does not answer; or, if it `died`, will never act again."""
         if self.ended or rank == self.me:
             return
         self.believes.suspect(rank, died=died)
-        self._end_if_alone()
+        self._end_if_in_vain()
         if rank in self.members:
             self._begin(now)
             is_first = self.believes.alive(self.members)[0] == self.me
@@ -188,14 +199,17 @@ class Membership:
                 self._act_at = min(self._act_at, self._turn(now))
             self._go_on(now)
 
-    def admit(self, now: float, newcomer: int) -> None:
-        """Proposes a newcomer as a member of the next view, unless it is lost by then."""
-        if self.ended or newcomer in self.members:
-            return
-        if newcomer not in self.believes.lost:
-            self.believes.joins.add(newcomer)
-        self._begin(now)
-        self._go_on(now)
+    def waiting(self) -> Ranks:
+        """Returns the newcomers whose whole group has asked; any thread may call it."""
+        return tuple(sorted(self._terms.whole(self.believes.waiting.copy())))
+
+    def admit(self, now: float, newcomers: Iterable[int]) -> None:
+        """Proposes newcomers as members of the next view, but for those that are lost by then."""
+        new = {*newcomers} - {*self.members}
+        if not self.ended and new:
+            self.believes.joins |= new - self.believes.lost
+            self._begin(now)
+            self._go_on(now)
 
     def renew(self, now: float) -> None:
         """Wants a next view, whoever is in it."""
@@ -374,6 +388,8 @@ class Membership:
         joins = self.believes.joins.difference(*(opinions[rank] for rank in together))
         staying = {*together} - self.believes.leaves | joins
         members = self._terms.whole(staying)
+        if members.isdisjoint(self.members):
+            members = set()
         if not self._terms.may_follow(members, staying, self.members):
             self._end(self._too_few(members))
             return ()

@@ -250,7 +250,9 @@ class SurvivableFaults(Faults):
             raise TransportError(
                 "a newcomer must reach a rank that trains, but none is left; start the job anew"
             )
-        membership = Membership(rank, (), self._patience_s, self.min_ranks, holds_joins=True)
+        membership = Membership(
+            rank, (), self._patience_s, self.min_ranks, holds_joins=True, groups=self.groups
+        )
         self._views[rank] = SimulatedViews(self, membership)
         self._views[rank].ask(contacts, within_s)
 

@@ -40,7 +40,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from lightning_dsgd.elastic.ballots import Message
+from lightning_dsgd.elastic.ballots import Message, group_of
 from lightning_dsgd.elastic.membership import Membership
 from lightning_dsgd.elastic.views import JOINS, Action, AgreedViews
 from lightning_dsgd.transport.contract import PeerLost, TransportError
@@ -61,19 +61,25 @@ def survive(mesh: Mesh, min_ranks: int | None, groups: Sequence[Sequence[int]]) 
     mesh.policy = Survival(mesh, min_ranks, groups)
 
 
-def join(mesh: Mesh, min_ranks: int | None, within_s: float) -> None:
+def join(
+    mesh: Mesh, min_ranks: int | None, within_s: float, groups: Sequence[Sequence[int]] = ()
+) -> None:
     """Asks the ranks whose addresses the mesh was given to let this newcomer in.
 
     Raises:
-        TransportError: if none of them can be reached
+        TransportError: if none of them can be reached, or one of this newcomer's group cannot
     """
     mesh.connections.let_in_newcomers()
-    mesh.policy = survival = Survival(mesh, min_ranks, is_newcomer=True)
+    mesh.policy = survival = Survival(mesh, min_ranks, groups, is_newcomer=True)
     contacts: list[int] = []
     for rank in mesh.connections.known():
         if mesh.connections.reaches(rank):
             contacts.append(rank)
             mesh.watched = tuple(contacts)  # they hear from this rank while it tries others
+    out_of_reach = {*group_of(mesh.rank, groups)} - {mesh.rank, *contacts}
+    if out_of_reach:
+        rank = min(out_of_reach)
+        raise PeerLost(rank, f"cannot be reached by rank {mesh.rank}, which joins with it")
     survival.ask(contacts, within_s)
 
 

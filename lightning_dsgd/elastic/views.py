@@ -52,7 +52,10 @@ class ChangingViews(Views):
         return False
 
     def newcomers(self) -> tuple[int, ...]:
-        """Returns the numbers of processes that have asked to become ranks of the next view."""
+        """Returns the numbers of processes that have asked to become ranks of the next view.
+
+        Where ranks hold a replica together, these are whole groups.
+        """
         return ()
 
     def admit(self, newcomers: Sequence[int]) -> bool:
@@ -217,7 +220,7 @@ class AgreedViews(ChangingViews, ABC):
         return is_noted or membership.believes.missing >= 0 or bool(membership.ended or self.ended)
 
     def newcomers(self) -> tuple[int, ...]:
-        return tuple(sorted(self.membership.believes.waiting))
+        return self.membership.waiting()
 
     def admit(self, newcomers: Sequence[int]) -> bool:
         with self._lock:
@@ -225,9 +228,8 @@ class AgreedViews(ChangingViews, ABC):
             if not new:
                 return False
             self._break(PeerLost(new[0], JOINS))
-            number = self.entered
-        for newcomer in new:
-            self._soon(partial(_act_in, number, partial(Membership.admit, newcomer=newcomer)))
+            in_this_view = partial(_act_in, self.entered, partial(Membership.admit, newcomers=new))
+        self._soon(in_this_view)
         return True
 
     def dismiss(self, leavers: Sequence[int]) -> bool:

@@ -108,7 +108,7 @@ class Cast:
     def admit(self, rank: str) -> None:
         """All members have met before the same batch, and let a newcomer in that they know of."""
         self.of_all(
-            lambda m: m.admit(self.now, int(rank)) if m.number >= 0 and m.believes.waiting else None
+            lambda m: m.admit(self.now, [int(rank)]) if m.number >= 0 and m.waiting() else None
         )
 
     def leave(self, *ranks: str) -> None:
