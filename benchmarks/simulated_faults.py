@@ -38,7 +38,7 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
-from lightning_dsgd.elastic.surviving import SurvivingReplica
+from lightning_dsgd.elastic.surviving import Circle, SurvivingReplica
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.lab.simulate.model import stand_in
@@ -154,8 +154,7 @@ class Rank:
         told = [text == "new" for text in everyones(view.sub("new"), "new" if self.is_new else "-")]
         new = [rank for rank, is_new in enumerate(told) if is_new]
         old = [rank for rank, is_new in enumerate(told) if not is_new]
-        among = View(view.sub("old"), old, view.number) if new and not self.is_new else None
-        self.replica.change_view(view.sub("replica"), among, old[0] if new else -1)
+        self.replica.change_view(Circle(view.sub("replica"), new))
         state, moments = view.sub("state"), torch.zeros(2 * self.job.num_elements)
         if view.rank == old[0]:
             for newcomer in new:

@@ -17,14 +17,14 @@ Threads: the training thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 from lightning_dsgd.elastic.entrance import Entrance
 from lightning_dsgd.elastic.face import Face
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.rows import ShardingInRows
-from lightning_dsgd.elastic.surviving import SurvivingReplica
+from lightning_dsgd.elastic.surviving import Circle, SurvivingReplica
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.session import Session
@@ -93,7 +93,7 @@ class Changes:
         giver = min(rank for rank in range(view.world_size) if rank not in newcomers)
         if self._face.can_be_joined and view.rank == 0:
             self._entrance.tell(lambda register: _forget(register, lost))
-        self._change_replica(view, newcomers, giver)
+        self._change_replica(view, newcomers)
         if training.balancing is not None:
             training.balancing.change_view(view.sub("balancing"), view.members, replica)
         old = training.agreed
@@ -115,19 +115,15 @@ class Changes:
             changes = ", ".join(said) or "the same ranks"
             say(f"view {view.number}: {changes}, {view.world_size} ranks go on, {seconds:.1f} s")
 
-    def _change_replica(self, view: View, newcomers: Iterable[int], giver: int) -> None:
+    def _change_replica(self, view: View, newcomers: Collection[int]) -> None:
         """Has the replica go on among a view's ranks; see `SurvivingReplica.change_view`."""
         replica, net = replica_of(self._session), view.sub("replica")
         if self._at_first is not None:  # where nobody is new
             now = self._at_first.among(view.members, self._rows)
             self._session.sharding = cast(Sharding, now)
-            replica.change_view(now.column(net), everyone=net)
-        elif not newcomers:
-            replica.change_view(net)
+            replica.change_view(Circle(now.column(net)), Circle(net))
         else:
-            old = [rank for rank in range(view.world_size) if rank not in newcomers]
-            among = View(view.sub("old"), old, view.number) if view.rank in old else None
-            replica.change_view(net, among, giver)
+            replica.change_view(Circle(net, newcomers))
 
     def _hand_over(self, view: View, newcomers: dict[int, str], giver: int) -> None:
         """Gives newcomers a member's state, and has a newcomer count as the giver has counted."""

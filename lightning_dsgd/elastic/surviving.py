@@ -1,6 +1,7 @@
 """A replica that begins anew where a rank is lost, comes or leaves (`on_loss="continue"`).
 
     x, before an algorithm may tear it    ->  Copies
+    who gets what from whom               ->  Circle
     the consensus, and all begin again    ->  SurvivingReplica.change_view
 
 Threads: the training thread alone, but where several parts settle: see `replica`.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,6 +26,8 @@ from lightning_dsgd.replica.flat import FlatParameters
 from lightning_dsgd.replica.part import halves_of
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.transport import Transport, TransportError
+from lightning_dsgd.transport.endpoint import Endpoint
+from lightning_dsgd.transport.view import View
 
 
 class Copies:
@@ -44,6 +47,34 @@ class Copies:
         """Puts the copies back into the tensors, whose values a loss may have torn."""
         for x, kept in self._pairs:
             x.copy_(kept)
+
+
+class Circle:
+    """Holds ranks that are to have the same values where a view begins.
+
+    Attributes:
+        net: the network of all of them
+        old: the network of those that are not new, which take the mean; None on a new one
+        giver: the first that is not new, which gives the new ones that mean; -1: none is new
+
+    Args:
+        net: the network of all of them
+        new: those that are new; one at least is not
+    """
+
+    def __init__(self, net: Endpoint, new: Collection[int] = ()) -> None:
+        self.net = net
+        self.old: Transport | None = net
+        self.giver = -1
+        if new:
+            old = [rank for rank in range(net.world_size) if rank not in new]
+            self.giver = old[0]
+            self.old = None if net.rank in new else View(net.sub("old"), old)
+
+    def give(self, tensors: list[Tensor]) -> None:
+        """Gives the new ranks these tensors, where some are new."""
+        if self.giver >= 0:
+            alike.give(self.net, tensors, self.giver)
 
 
 class SurvivingReplica(Replica):
@@ -86,14 +117,8 @@ class SurvivingReplica(Replica):
         self._copies.keep([part.x for part in self.parts])
 
     @torch.no_grad()
-    def change_view(
-        self,
-        net: Transport,
-        members: Transport | None = None,
-        giver: int = -1,
-        everyone: Transport | None = None,
-    ) -> None:
-        """Begins anew among the ranks of `net`, from their consensus, after another was lost.
+    def change_view(self, circle: Circle, everyone: Circle | None = None) -> None:
+        """Begins anew among the ranks of a circle, from their consensus, after another was lost.
 
         This rank may be in the midst of a sum that has torn x, at a step boundary, showing the
         consensus, or done.  x is put back to the copy that was made before an algorithm last got
@@ -104,27 +129,27 @@ class SurvivingReplica(Replica):
 
         Newcomers take no part in that, and get the mean.
 
-        May be called again if it has raised `PeerLost`, with the net of the view after that.
+        May be called again if it has raised `PeerLost`, with the circles of the view after that.
 
         Args:
-            net: the network of all ranks of the view; with shards, of the ranks with the same shard
-            members: the network of the ranks that are not new, where some are; None on newcomers
-            giver: the rank of `net` that gives the newcomers what the others have; -1: none is new
-            everyone: the network of all ranks of the view, where `net` has some; then none is new
+            circle: all ranks of the view; with shards, those with the same shard
+            everyone: all ranks of the view, where the circle has some of them; they share buffers
         """
-        is_shown, gets = self._stash is not None, giver >= 0 and members is None
+        is_shown = self._stash is not None
         self.show_own()
-        self.net, self._all_ranks = net, everyone
+        self.net, self._all_ranks = circle.net, None if everyone is None else everyone.net
         self._num_builds = 0  # a change that was begun in vain has made some on some ranks
         self.stop_lanes()
         for device in {part.x.device for part in self.parts}:
             port_of(device).finish()  # a message may be on its way up to an x
         if not self._is_new:
             self._copies.put_back()
-        if not gets:
-            self._share_all(members or net)
-        if giver >= 0:
-            alike.give(net, [*self._weights(), *self.module.buffers()], giver)
+        weights, buffers = self._weights(), [*self.module.buffers()]
+        if everyone is None:
+            self._share_in(circle, weights + buffers)
+        else:
+            self._share_in(circle, weights)
+            self._share_in(everyone, buffers)
         self._publish(self.parts)
         self._copy()
         was_new, self._is_new = self._is_new, False
@@ -140,7 +165,7 @@ class SurvivingReplica(Replica):
             part.algorithm = self._start(part.weights, part.optimizer)
             part.scaling = self._start_scaling(part.weights, part.algorithm)
             if not was_new:
-                part.algorithm.carry_over(state, (members or net).world_size)
+                part.algorithm.carry_over(state, (circle.old or circle.net).world_size)
                 part.scaling.load_state_dict(scaled)
             part.kept.begin(part.x)
             if self._is_finished:
@@ -191,18 +216,18 @@ class SurvivingReplica(Replica):
 
     @torch.no_grad()
     def average(self) -> None:
-        """Gives all ranks the mean, where they are settled; `change_view` comes next."""
-        self._share_all(self.net)
+        """Gives all ranks the mean, where they are settled; `change_view` comes next.
+
+        Each rank holds a whole replica: others of one do not leave.
+        """
+        self._share(self.net, [*self._weights(), *self.module.buffers()])
         self._copy()
 
-    def _share_all(self, net: Transport) -> None:
-        """Gives all ranks of a network what is the same on them where a view begins."""
-        weights, buffers = self._weights(), [*self.module.buffers()]
-        if self._all_ranks is None:
-            self._share(net, weights + buffers)
-        else:
-            self._share(net, weights)
-            self._share(self._all_ranks, buffers)
+    def _share_in(self, circle: Circle, tensors: list[Tensor]) -> None:
+        """Gives all ranks of a circle the mean of those that are not new."""
+        if circle.old is not None:
+            self._share(circle.old, tensors)
+        circle.give(tensors)
 
     def _weights(self) -> list[Tensor]:
         return [part.x for part in self.parts] + self._untrained()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
-from lightning_dsgd.elastic.surviving import SurvivingReplica
+from lightning_dsgd.elastic.surviving import Circle, SurvivingReplica
 from lightning_dsgd.transport.view import View
 from tests.algorithms.table import LR, ROUNDED_NOW, SYNC, TABLE, Row, start_at, target, wagma
 from tests.support.thorough import times
@@ -44,10 +44,8 @@ def survive(net: Any, row: Row, num_steps: int) -> tuple[tuple[int, ...], Tensor
     def begin(view: View) -> None:
         told = [int(k) for k in everyones(view.sub("begun"), str(begun[0]))]
         old = [rank for rank, k in enumerate(told) if k >= 0]
-        is_member, is_grown = begun[0] >= 0, len(old) < len(told)
-        among = View(view.sub("old"), old, view.number) if is_grown and is_member else None
-        replica.change_view(view.sub("replica"), among, old[0] if is_grown else -1)
-        if not is_member:
+        replica.change_view(Circle(view.sub("replica"), {*range(len(told))}.difference(old)))
+        if begun[0] < 0:
             begun[0] = max(told)  # some may still be in the call that lets it in
 
     calls = Calls(net, begin, is_newcomer=net.is_newcomer)

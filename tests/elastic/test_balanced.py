@@ -30,7 +30,7 @@ from lightning_dsgd.data.units.balancing import Balancing
 from lightning_dsgd.data.units.loaders import UnitLoader
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
-from lightning_dsgd.elastic.surviving import SurvivingReplica
+from lightning_dsgd.elastic.surviving import Circle, SurvivingReplica
 from lightning_dsgd.replica.alike import give
 from lightning_dsgd.transport.view import View
 from tests.support.killed import kill_after
@@ -82,9 +82,8 @@ def survive(net: Any, time: Time, num_homes: int, options: dict[str, bool]) -> d
         told = [json.loads(text) for text in everyones(view.sub("begun"), json.dumps(at))]
         old = [rank for rank, (epoch, _) in enumerate(told) if epoch >= 0]
         is_member, is_grown = at[0] >= 0, len(old) < len(told)
-        among = View(view.sub("old"), old, view.number) if is_grown and is_member else None
         balancing.stand_still()
-        replica.change_view(view.sub("replica"), among, old[0] if is_grown else -1)
+        replica.change_view(Circle(view.sub("replica"), {*range(len(told))}.difference(old)))
         balancing.change_view(view.sub("balancing"), view.members, replica)
         if is_grown:
             give(view.sub("state"), momenta(optimizer), old[0])

@@ -17,7 +17,7 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
-from lightning_dsgd.elastic.surviving import SurvivingReplica
+from lightning_dsgd.elastic.surviving import Circle, SurvivingReplica
 from lightning_dsgd.simulated import Killed
 from lightning_dsgd.simulated.baton import Awaited
 from lightning_dsgd.transport import PeerLost, Timeout
@@ -98,7 +98,7 @@ def train(
 
     def begin(view: View) -> None:
         inside = view.sub("replica")
-        replica.change_view(column(inside), everyone=inside)
+        replica.change_view(Circle(column(inside)), Circle(inside))
 
     calls = Calls(net, begin)
     calls.hold_together(row)

@@ -30,7 +30,7 @@ from lightning_dsgd.data.claims.claims import NONE, Claims, Epoch
 from lightning_dsgd.data.claims.dealing import ClaimDealing
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivableFaults, SurvivingWorld
-from lightning_dsgd.elastic.surviving import SurvivingReplica
+from lightning_dsgd.elastic.surviving import Circle, SurvivingReplica
 from lightning_dsgd.elastic.views import views_of
 from lightning_dsgd.simulated import Killed
 from lightning_dsgd.transport import PeerLost, TransportError
@@ -301,9 +301,8 @@ class Member:
         old = [rank for rank, (is_new, _) in enumerate(told) if not is_new]
         if not old:
             raise TransportError("a rank that has trained must be left, got newcomers only")
-        has_new = len(old) < len(told)
-        among = View(view.sub("old"), old, view.number) if has_new and not self.is_new else None
-        self.replica.change_view(view.sub("replica"), among, old[0] if has_new else -1)
+        new = {*range(len(told))}.difference(old)
+        self.replica.change_view(Circle(view.sub("replica"), new))
         if self.is_new:
             self.epoch, self.is_new = told[old[0]][1], False
         digest = self.digest()
