@@ -16,6 +16,9 @@ With `--stop-s 60` a rank is stopped for a minute (SIGSTOP, SIGCONT) in place of
 others go on once it has not answered for 10 s, `heartbeat_timeout_s`; when it goes on it finds
 itself outside, ends, is started again, and joins.
 
+With `--num-shards 2` two ranks hold a replica together, by FSDP2: a killed rank takes its replica
+along, and `away` is until that rank, and so its replica, makes a step again.
+
 `--strategy torchft` has torchft's fault-tolerant data parallelism in the place of `Trainer.fit`:
 with gloo, a lighthouse in this process, and each rank started again after a second.  Steps that it
 does not commit do not count.
@@ -46,10 +49,17 @@ import os, sys, time
 from pathlib import Path
 import lightning as L
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
-from lightning_dsgd import DecentralizedStrategy
+from lightning_dsgd import DecentralizedStrategy, ShardedStrategy
 
 folder, name, ranks, step_s = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+num_shards = int(sys.argv[5])
+options = dict(on_loss="continue", heartbeat_timeout_s=10.0, timeout_s=120.0)
+if num_shards > 1:
+    strategy = ShardedStrategy(name, num_replicas=ranks // num_shards, **options)
+else:
+    strategy = DecentralizedStrategy(name, **options)
 
 
 class Sleeper(L.LightningModule):
@@ -57,6 +67,10 @@ class Sleeper(L.LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(100, 100)
         self.steps = (folder / f"{os.environ['RANK']}_{os.getpid()}").open("w")
+
+    def configure_model(self):
+        if num_shards > 1:
+            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
         time.sleep(step_s)
@@ -71,9 +85,7 @@ class Sleeper(L.LightningModule):
 
 torch.set_num_threads(1)
 trainer = L.Trainer(
-    strategy=DecentralizedStrategy(
-        name, on_loss="continue", heartbeat_timeout_s=10.0, timeout_s=120.0
-    ),
+    strategy=strategy,
     accelerator="cpu", devices=ranks, max_epochs=100, logger=False, enable_checkpointing=False,
     enable_progress_bar=False, enable_model_summary=False,
 )
@@ -132,7 +144,9 @@ class Launched:
         command += ["--max-restarts", "1000", "--logs", str(folder / "logs")]
         command += ["--", str(folder / "train.py"), str(folder), args.strategy, str(args.ranks)]
         self.job = subprocess.Popen(
-            [*command, str(args.step_s)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*command, str(args.step_s), str(args.num_shards)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
 
     def look(self) -> None:
@@ -280,6 +294,7 @@ def main() -> None:
     parser = script.parser(__doc__, "docs/results/survival/replaced_ranks.json")
     parser.add_argument("--strategy", default="wagma")
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--num-shards", type=int, default=1)
     parser.add_argument("--step-s", type=float, default=0.4)
     parser.add_argument("--every-s", type=float, default=30.0)
     parser.add_argument("--stop-s", type=float, default=0.0, help="stop, in place of killing")

@@ -35,7 +35,8 @@ ask each other that for each number of a view in turn, also for those that a ran
 
 **Newcomers** are let in where all members are in the same call (`admit`), and take over the number
 of calls and the last result.  As no member comes back from a change before all have begun its last
-exchange, none goes on before each newcomer has what it needs.
+exchange, none goes on before each newcomer has what it needs.  Where they are to hold a replica
+together, they ask each other from the first view on, as all such ranks do.
 
 **Threads.**  The training thread's.
 """
@@ -68,6 +69,9 @@ class Alone:
     def has_lost(self, lost: PeerLost | None) -> bool:
         """Returns whether this rank has met a loss."""
         return lost is not None
+
+    def meet(self) -> None:
+        """Waits for nobody."""
 
 
 class Calls:
@@ -195,9 +199,17 @@ class Calls:
         self.change_view(PeerLost(self.net.rank, JOINS))
 
     def admit(self, newcomers: Sequence[int]) -> None:
-        """Goes on in a view with these newcomers; all members call it, with the same newcomers."""
-        if not {*newcomers} <= {*self.view.members} and views_of(self.net).admit(newcomers):
-            self.change_view(PeerLost(newcomers[0], JOINS))
+        """Goes on in a view with these newcomers; all members call it, with the same newcomers.
+
+        The ranks of a replica ask each other: one of them alone may know that all newcomers are
+        lost, and that there is no such view.
+        """
+        if {*newcomers} <= {*self.view.members}:
+            return
+        is_admitted = views_of(self.net).admit(newcomers)
+        lost = self._lost_to_any(PeerLost(newcomers[0], JOINS) if is_admitted else None)
+        if lost is not None:
+            self.change_view(lost)
 
     def dismiss(self, leavers: Sequence[int]) -> None:
         """Goes on in a view without these ranks; all members call it, with the same ranks.

@@ -6,7 +6,8 @@
     the agreed batch     a stop that any member knows of holds; what nobody knows is asked anew;
                          where others have stopped already, this rank stops where it is
     what is dealt        claims and units, among the members
-    newcomers            take the state of the first member that is none
+    newcomers            take the state of the first member that is none; with shards, of the first
+                         that holds the same shard
     the first member     is what rank 0 was
 
 Any of these may raise `PeerLost`: then all of it begins again, with the view after that (`calls`).
@@ -17,9 +18,10 @@ Threads: the training thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from lightning_dsgd.elastic.ballots import group_of
 from lightning_dsgd.elastic.entrance import Entrance
 from lightning_dsgd.elastic.face import Face
 from lightning_dsgd.elastic.register import Register
@@ -64,10 +66,14 @@ class Changes:
         self._rows: Sequence[tuple[int, ...]] = ()
         """The ranks of each replica at the start, where several hold one."""
 
-    def hold_in_rows(self, sharding: ShardingInRows) -> Sequence[tuple[int, ...]]:
-        """Takes over which ranks hold a replica together; returns the ranks of each replica."""
-        self._at_first, self._rows = sharding, sharding.rows(self._session.meetings)
-        return self._rows
+    def hold_in_rows(self, sharding: ShardingInRows, rows: Sequence[tuple[int, ...]]) -> None:
+        """Takes over which ranks hold a replica together.
+
+        Args:
+            sharding: which ranks held this rank's shard at the start
+            rows: the ranks of each replica at the start
+        """
+        self._at_first, self._rows = sharding, rows
 
     def enter(self, view: View, loss: PeerLost | None, since: float) -> None:
         """Begins anew in a view; all its members call it.
@@ -90,7 +96,7 @@ class Changes:
             training.balancing.stand_still()
         replica = replica_of(session)
         newcomers = self._face.introduce(view, [self.options, replica.description()])
-        giver = min(rank for rank in range(view.world_size) if rank not in newcomers)
+        givers = self._givers(view, newcomers)
         if self._face.can_be_joined and view.rank == 0:
             self._entrance.tell(lambda register: _forget(register, lost))
         self._change_replica(view, newcomers)
@@ -106,46 +112,83 @@ class Changes:
         seconds = time.monotonic() - since
         self.seconds += seconds
         if newcomers:
-            self._hand_over(view, newcomers, giver)
+            self._hand_over(view, givers)
         self._face.go_on(view, lost)
-        if view.rank == giver:
-            said = self._in_words(lost, loss)
-            for rank, started_as in newcomers.items():
-                said.append(f"rank {view.members[rank]} joined (started as {started_as})")
+        if view.rank == min({*range(view.world_size)} - newcomers.keys()):
+            joined = {view.members[rank]: text for rank, text in newcomers.items()}
+            said = self._lost_in_words(lost, loss) + self._joined_in_words(joined)
             changes = ", ".join(said) or "the same ranks"
             say(f"view {view.number}: {changes}, {view.world_size} ranks go on, {seconds:.1f} s")
+
+    def _givers(self, view: View, newcomers: Collection[int]) -> dict[int, int]:
+        """Returns which rank of the view gives each newcomer its state."""
+        givers = {}
+        for newcomer in newcomers:
+            place = self._place(view.members[newcomer])
+            have_it = [r for r, n in enumerate(view.members) if self._place(n) == place]
+            givers[newcomer] = min({*have_it}.difference(newcomers), default=-1)
+            if givers[newcomer] < 0:  # their members were lost while these came
+                raise TransportError(
+                    f"rank {view.members[newcomer]} must get its shard from a rank that has "
+                    f"trained, but none of the ranks {view.members} has it; start the job anew, "
+                    "from a checkpoint"
+                )
+        return givers
+
+    def _place(self, number: int) -> int:
+        """Returns which shard the rank of a number holds."""
+        return number % len(self._rows[0]) if self._rows else 0
 
     def _change_replica(self, view: View, newcomers: Collection[int]) -> None:
         """Has the replica go on among a view's ranks; see `SurvivingReplica.change_view`."""
         replica, net = replica_of(self._session), view.sub("replica")
-        if self._at_first is not None:  # where nobody is new
-            now = self._at_first.among(view.members, self._rows)
-            self._session.sharding = cast(Sharding, now)
-            replica.change_view(Circle(now.column(net)), Circle(net))
-        else:
-            replica.change_view(Circle(net, newcomers))
+        everyone = Circle(net, newcomers)
+        if self._at_first is None:
+            replica.change_view(everyone)
+            return
+        now = self._at_first.among(view.members, self._rows)
+        self._session.sharding = cast(Sharding, now)
+        column = now.column(net)
+        new = [column.members.index(rank) for rank in newcomers if rank in column.members]
+        replica.change_view(Circle(column, new), everyone)
 
-    def _hand_over(self, view: View, newcomers: dict[int, str], giver: int) -> None:
+    def _hand_over(self, view: View, givers: Mapping[int, int]) -> None:
         """Gives newcomers a member's state, and has a newcomer count as the giver has counted."""
         agreed = opened(self._session.training).agreed
         mine = {"num_begun": agreed.num_begun, "changes_s": self.seconds}
-        counted = self._face.hand_over(view.sub("state"), giver, newcomers, mine)
-        if view.rank in newcomers:
+        counted = self._face.hand_over(view.sub("state"), givers, mine)
+        if view.rank in givers:
             agreed.num_begun, self.seconds = counted["num_begun"], counted["changes_s"]
             self._session.enter(Phase.JOINED)
             self._entrance.tell(Register.say_trains)
 
-    def _in_words(self, lost: Iterable[int], loss: PeerLost | None) -> list[str]:
+    def _lost_in_words(self, lost: Iterable[int], loss: PeerLost | None) -> list[str]:
         """Says who is lost, and why as far as this rank knows."""
         reasons = {} if loss is None else {loss.rank: loss.reason}
-        if self._session.sharding.num_shards == 1:
-            return [f"rank {r} lost" + (f" ({reasons[r]})" if r in reasons else "") for r in lost]
         said = []
-        for row in self._rows:
-            if row[0] in lost:
-                why = "".join(f" (rank {r} {reasons[r]})" for r in row if r in reasons)
-                said.append(f"replica of ranks {' and '.join(map(str, row))} lost{why}")
+        for row in self._rows_of(lost):
+            named = {r: f"rank {r} " if len(row) > 1 else "" for r in row if r in reasons}
+            why = [f" ({name}{reasons[rank]})" for rank, name in named.items()]
+            said.append(f"{_listed(row)} lost{''.join(why)}")
         return said
+
+    def _joined_in_words(self, joined: Mapping[int, str]) -> list[str]:
+        """Says who has joined, and as which rank each was started."""
+        said = []
+        for row in self._rows_of(joined):
+            started_as = " and ".join(joined[rank] for rank in row if rank in joined)
+            said.append(f"{_listed(row)} joined (started as {started_as})")
+        return said
+
+    def _rows_of(self, ranks: Iterable[int]) -> list[tuple[int, ...]]:
+        """Returns the rows that these ranks make up."""
+        return list(dict.fromkeys(group_of(rank, self._rows) for rank in ranks))
+
+
+def _listed(row: Sequence[int]) -> str:
+    if len(row) == 1:
+        return f"rank {row[0]}"
+    return f"replica of ranks {' and '.join(map(str, row))}"
 
 
 def _forget(register: Register, lost: Iterable[int]) -> None:

@@ -3,18 +3,25 @@
 A newcomer is a process that comes to a network whose ranks were there before.  It has a number that
 no rank has had.  It connects to all ranks whose address it was given, asks them to be let in, and
 is a rank from the first view that has it as a member: see `survival`.
+
+Where several ranks hold a replica together, as many newcomers take all of these steps together:
+
+    find_training    they gather, take their numbers, and connect a process group (`gathering`)
+    ask_to_join      each writes where it listens; once all have, each connects to the others, so
+                     that it knows when one is lost, and to the ranks that train; then it asks
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
 
 from lightning_dsgd.devices import port_of
+from lightning_dsgd.elastic.gathering import Gathering
 from lightning_dsgd.elastic.register import ALONE, OVER, STOPPED, Register
 from lightning_dsgd.elastic.survival import join
 from lightning_dsgd.session.opening import Opening
@@ -56,6 +63,7 @@ class NewcomerTransport(ProcessTransport):
         secret: bytes,
         min_ranks: int | None,
         within_s: float,
+        groups: Sequence[Sequence[int]] = (),
     ) -> None:
         """Asks the ranks to let this process in, which must `listen` before.
 
@@ -66,12 +74,13 @@ class NewcomerTransport(ProcessTransport):
             secret: the job's secret
             min_ranks: how many a view must have
             within_s: how long it asks
+            groups: the ranks that held a replica together at the start
         """
         self._end_with_process()
         self.mesh.open({self.rank: self._address, **contacts}, secret)
         self.wire.open(self.mesh)
         try:
-            join(self.mesh, min_ranks, within_s)
+            join(self.mesh, min_ranks, within_s, groups)
         except BaseException as exception:
             self.fail(failed(exception))
             raise
@@ -88,6 +97,8 @@ class Entrance:
         self._opening = opening
         self._register: Register | None = None
         self._newcomer: NewcomerTransport | None = None
+        self._number = -1
+        """The number of this newcomer."""
 
     @property
     def register(self) -> Register | None:
@@ -137,18 +148,55 @@ class Entrance:
             self._register = register
         return bool(training)
 
-    def come_later(self, world_size: int, device: torch.device) -> NewcomerTransport:
-        """Returns a newcomer's network; its ranks let this one in later: see `ask_to_join`."""
-        register, chosen = self._register, self._opening.chosen
+    def gather(self, rank: int, world_size: int, num_shards: int) -> None:
+        """Takes a number, and makes the process group of those that hold a replica with this one.
+
+        Args:
+            rank: the rank that this newcomer was started as
+            world_size: how many ranks there were at the start
+            num_shards: how many ranks hold a replica together
+        """
+        register, opening = self._register, self._opening
         assert register is not None
-        number = register.new_number(world_size)
+        theirs = register.num_shards()
+        if theirs != num_shards:
+            raise ValueError(
+                "a newcomer must hold as much of a replica as the others, got replicas of "
+                f"{num_shards} ranks here and of {theirs} there; start it with the same script and "
+                "arguments"
+            )
+        if num_shards == 1:
+            [self._number] = register.new_numbers(1, world_size)
+            _make_group_of_one()
+            return
+        begin = rank - rank % num_shards
+        limits = opening.chosen["startup_timeout_s"], opening.torch_waits_s
+        gathering = Gathering(register, rank, range(begin, begin + num_shards), *limits)
+        self._number = gathering.gather(world_size)
+
+    def come_later(self, device: torch.device) -> NewcomerTransport:
+        """Returns a newcomer's network; its ranks let this one in later: see `ask_to_join`."""
+        chosen = self._opening.chosen
         port_of(device).enter()
         limits = chosen["timeout_s"], chosen["heartbeat_timeout_s"]
-        self._newcomer = NewcomerTransport(number, *limits, device)
+        self._newcomer = NewcomerTransport(self._number, *limits, device)
         return self._newcomer
 
-    def ask_to_join(self, world_size: int, min_ranks: int | None) -> None:
-        """Asks the ranks that train to let this newcomer in, after `come_later`."""
+    def ask_to_join(
+        self,
+        world_size: int,
+        min_ranks: int | None,
+        groups: Sequence[Sequence[int]],
+        await_group: Callable[[], object],
+    ) -> None:
+        """Asks the ranks that train to let this newcomer in, after `come_later`.
+
+        Args:
+            world_size: how many ranks there were at the start
+            min_ranks: how many a view must have
+            groups: the ranks that held a replica together at the start
+            await_group: returns once all call it that are to hold a replica with this newcomer
+        """
         register, net = self._register, self._newcomer
         assert register is not None
         assert net is not None
@@ -156,11 +204,13 @@ class Entrance:
         secret = register.secret()
         register.write_card(net.rank, (host, port, secret))
         register.say_left(has_left=False)  # if it did, it has come back
+        await_group()  # now each of them can reach the others
         cards = register.cards(net.rank, world_size)
-        net.join(cards, bytes.fromhex(secret), min_ranks, self._opening.chosen["timeout_s"])
+        limit = self._opening.chosen["timeout_s"]
+        net.join(cards, bytes.fromhex(secret), min_ranks, limit, groups)
 
 
-def make_group_of_one() -> None:
+def _make_group_of_one() -> None:
     """Makes a process group of this newcomer alone, for code that asks whether there is one."""
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -172,5 +222,5 @@ def refuse_newcomer() -> NoReturn:
         "a process must start with the others to train in a loop of its own, got one that was "
         "started again while they train, which cannot know its place in their loop; they go on "
         "without it: start the job anew, from a checkpoint, or use Lightning's Trainer, which a "
-        "rank can join, where no ranks hold a replica together"
+        "rank can join"
     )

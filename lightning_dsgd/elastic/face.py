@@ -51,14 +51,13 @@ class Face(Protocol):
         """
 
     def hand_over(
-        self, net: Transport, giver: int, newcomers: Collection[int], counted: Mapping[str, Any]
+        self, net: Transport, givers: Mapping[int, int], counted: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Gives newcomers a member's state; returns `counted`, on a newcomer the giver's.
+        """Gives newcomers a member's state; returns `counted`, on a newcomer its giver's.
 
         Args:
             net: the network of all ranks of the view
-            giver: the rank that gives its state
-            newcomers: the ranks that take it
+            givers: for each newcomer, the rank that gives it its state
             counted: what this rank has counted in its training
         """
 
@@ -122,7 +121,7 @@ class LoopFace:
         return {}
 
     def hand_over(
-        self, net: Transport, giver: int, newcomers: Collection[int], counted: Mapping[str, Any]
+        self, net: Transport, givers: Mapping[int, int], counted: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         return counted
 

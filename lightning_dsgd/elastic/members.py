@@ -26,7 +26,8 @@ How ranks come and leave, before a batch, is in `turnover`; they change the view
     MembersCollectives   in the place of torch's: `collectives`
 
 Where several ranks hold a replica together, a lost rank takes its replica out of the view: the
-others of it end, once the rest have agreed on a view without them.
+others of it end, once the rest have agreed on a view without them.  They come again together, as
+newcomers: see `rows`.
 
 A rank may be lost once `begin` has come back: until then a loss ends the job, as it does without.
 The Trainer calls it before the first batch; in a loop that its user writes, each rank calls it
@@ -43,13 +44,13 @@ from typing import Any, ClassVar, cast
 import torch
 
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.calls import Alone, Calls
 from lightning_dsgd.elastic.changes import Changes, replica_of
 from lightning_dsgd.elastic.collectives import MembersCollectives
-from lightning_dsgd.elastic.entrance import Entrance, make_group_of_one
+from lightning_dsgd.elastic.entrance import Entrance
 from lightning_dsgd.elastic.face import Face
 from lightning_dsgd.elastic.register import Register
-from lightning_dsgd.elastic.rows import ShardingInRows
+from lightning_dsgd.elastic.rows import Row, ShardingInRows, consecutive
 from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.elastic.turnover import Turnover
@@ -172,12 +173,14 @@ class Members(Ranks):
                 f"anything else, got a load after that; {way_out}"
             )
 
-    def find_training(self, address: tuple[str, int], calls: str | None = None) -> None:
+    def find_training(
+        self, address: tuple[str, int], calls: str | None = None, num_shards: int = 1
+    ) -> None:
         session = self.session
         if self._entrance.find_training(address):
             self._face.check_newcomer(calls)
             session.enter(Phase.NEWCOMER)
-            make_group_of_one()
+            self._entrance.gather(session.rank, session.world_size, num_shards)
         elif session.rank >= session.world_size:
             raise ValueError(
                 f"rank {session.rank} was started to join a training of {session.world_size} "
@@ -188,7 +191,7 @@ class Members(Ranks):
     def open_network(self, open_network: Callable[[], Transport]) -> Transport:
         if self.session.takes_part:
             return open_network()
-        net = self._entrance.come_later(self.session.world_size, self._device)
+        net = self._entrance.come_later(self._device)
         self.session.rank = net.rank
         return net
 
@@ -219,9 +222,23 @@ class Members(Ranks):
 
     def join(self) -> dict[str, Any] | None:
         if not self.session.takes_part:
-            self._entrance.ask_to_join(self._num_ranks, self._min_ranks)
+            self._ask_to_join()
             self.calls.join()
         return self._face.taken()
+
+    def _ask_to_join(self) -> None:
+        """Asks to be let in, together with those that hold this newcomer's replica with it."""
+        session, size = self.session, self._num_ranks
+        groups: Sequence[tuple[int, ...]] = ()
+        row: Row = Alone()
+        if session.sharding.in_rows:
+            sharding = cast(ShardingInRows, session.sharding)
+            rows = consecutive(size, session.sharding.num_shards)
+            self._changes.hold_in_rows(sharding, rows)
+            if self._holds_with_others:
+                groups, row = rows, sharding.row_of(session, None)
+                self.calls.hold_together(row)
+        self._entrance.ask_to_join(size, self._min_ranks, groups, row.meet)
 
     def share(self, first: dict[str, Any]) -> dict[str, Any]:
         return self._face.share(first)
@@ -242,7 +259,8 @@ class Members(Ranks):
         # All survive now; who is back from here knows that nobody waits outside of a call any more.
         self.together(lambda: session.meetings.barrier().wait())
         if self._entrance.register is not None and self.is_first:
-            self._entrance.register.say_survives(can_be_joined=can_be_joined)
+            num_shards = session.sharding.num_shards
+            self._entrance.register.say_survives(can_be_joined=can_be_joined, num_shards=num_shards)
 
     def _groups(self) -> Sequence[tuple[int, ...]]:
         """Returns the ranks that are lost together, and has them change views together."""
@@ -250,10 +268,11 @@ class Members(Ranks):
         if not session.sharding.in_rows:
             return ()
         sharding = cast(ShardingInRows, session.sharding)
-        rows = self._changes.hold_in_rows(sharding)
+        rows = sharding.rows(session.meetings)
+        self._changes.hold_in_rows(sharding, rows)
         if not self._holds_with_others:
             return ()
-        self.calls.hold_together(sharding.row_of(session, [*rows]))
+        self.calls.hold_together(sharding.row_of(session, rows))
         return rows
 
     def _say_trains(self) -> bool:
@@ -261,8 +280,7 @@ class Members(Ranks):
         register, card = self._entrance.register, views_of(self.calls.view).card()
         if register is None:
             return False
-        may_be_joined = self.can_be_joined and not self.session.sharding.in_rows
-        can_be_joined = may_be_joined and self._entrance.is_open and card is not None
+        can_be_joined = self.can_be_joined and self._entrance.is_open and card is not None
         if can_be_joined and card is not None:
             register.write_card(self.session.rank, card)
         register.say_trains()

@@ -7,6 +7,9 @@
     secret       by which the ranks know each other
     card/3       the host and port where rank 3 listens
     next         how many numbers newcomers have been given
+    shards       how many ranks hold a replica together
+    row/1        the attempt in which the ranks of row 1 gather: see `gathering`
+    gone/3       rank 3 is not started again
     size         how many nodes there are at the start, and how many ranks each of them has
     started      how many ranks were started besides these
     supervisors  how many supervisors have started them
@@ -27,6 +30,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -82,6 +86,17 @@ class Trained(NamedTuple):
         return (time.monotonic() if self.until is None else self.until) - self.since
 
 
+def _open_store(host: str, port: int, timeout_s: float, *, serves: bool) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        None,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+
+
 class Register:
     """What this process reads and writes at the rendezvous.
 
@@ -93,15 +108,9 @@ class Register:
     """
 
     def __init__(self, host: str, port: int, timeout_s: float, *, serves: bool = False) -> None:
+        self._open = partial(_open_store, host, port, timeout_s)
         try:
-            self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-                host,
-                port,
-                None,
-                is_master=serves,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-            )
+            self._store = self._open(serves=serves)
         except dist.DistError as err:
             do = "listen" if serves else "reach the store"
             raise TransportError(
@@ -175,9 +184,19 @@ class Register:
         """Returns whether a rank that is started again can join that training."""
         return self.training() == JOINABLE
 
-    def say_survives(self, *, can_be_joined: bool) -> None:
-        """Says that a training has begun that goes on where a rank is lost."""
+    def say_survives(self, *, can_be_joined: bool, num_shards: int = 1) -> None:
+        """Says that a training has begun that goes on where a rank is lost.
+
+        Args:
+            can_be_joined: whether a rank that is started again can join it
+            num_shards: how many ranks hold a replica together
+        """
+        self.say("shards", str(num_shards))
         self.say("training", JOINABLE if can_be_joined else ALONE)
+
+    def num_shards(self) -> int:
+        """Returns how many ranks hold a replica together in that training."""
+        return int(self.read("shards") or 1)
 
     def say_over(self) -> None:
         """Says that training has come to its end; returns once the store knows."""
@@ -247,6 +266,15 @@ class Register:
         """Returns whether the newest process of a rank has said that it left."""
         return bool(self.read(f"left/{rank}"))
 
+    def say_gone(self, rank: int, *, is_gone: bool = True) -> None:
+        """Says that a rank is not started again, or has been; returns once the store knows."""
+        self.say(f"gone/{rank}", "yes" if is_gone else "")
+        self.read(f"gone/{rank}")
+
+    def is_gone(self, rank: int) -> bool:
+        """Returns whether a rank is not started again."""
+        return bool(self.read(f"gone/{rank}"))
+
     def say_ended(self, node: int) -> None:
         """Says that the ranks of this node have ended."""
         self.say(f"ended/{node}")
@@ -260,10 +288,11 @@ class Register:
     # ---- who is there ----
 
     def write_card(self, number: int, card: tuple[str, int, str]) -> None:
-        """Tells newcomers where this rank listens."""
+        """Tells newcomers where this rank listens; returns once the store knows."""
         host, port, secret = card
         self.say("secret", secret)
         self.say(f"card/{number}", json.dumps([host, port]))
+        self.read(f"card/{number}")
 
     def secret(self) -> str:
         """Returns the secret by which the ranks know each other."""
@@ -273,9 +302,29 @@ class Register:
         """Withdraws the card of a rank that nobody is to look for any more."""
         self.say(f"card/{number}", "")
 
-    def new_number(self, first_size: int) -> int:
-        """Returns a number that no rank has had."""
-        return first_size - 1 + self._count("next", 1)
+    def new_numbers(self, count: int, first_size: int) -> range:
+        """Returns numbers that no rank has had."""
+        end = first_size + self._count("next", count)
+        return range(end - count, end)
+
+    def replace(self, key: str, before: str, text: str) -> str:
+        """Writes a text unless another has come first; returns what is written then.
+
+        Args:
+            key: the key
+            before: what must be written there; an empty text stands for nothing
+            text: what is written in its place
+        """
+        name = self._prefix + key
+        return str(self._ask(lambda: self._store.compare_set(name, before, text)).decode())
+
+    def store(self, name: str) -> Any:
+        """Returns a store with keys of its own, for a process group.
+
+        It is another connection: one on which somebody waits keeps others from asking.
+        """
+        store = self._open(serves=False)
+        return dist.PrefixStore(self._prefix + name, store)  # type: ignore[attr-defined]
 
     def _count(self, key: str, more: int = 0) -> int:
         """Adds to a counter, and returns what it has counted."""

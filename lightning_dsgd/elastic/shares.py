@@ -90,12 +90,16 @@ class Shares:
         if not (self._are_divided and self.divided_for in self.divides_for):
             return
         training.agreed.num_begun = session.ranks.together(self._most_begun)
+        self._division = self._division_now()
+        handover.make_loaders_again(training.trainer)
+
+    def _division_now(self) -> tuple[int, int]:
+        """Returns how many members, or replicas, there are, and which of them this one is."""
+        session = self._session
         now: Any = session.sharding
         if now.in_rows:
-            self._division = now.num_replicas, now.members.index(session.net.rank)
-        else:
-            self._division = session.world_size, session.net.rank
-        handover.make_loaders_again(training.trainer)
+            return now.num_replicas, now.members.index(session.net.rank)
+        return session.world_size, session.net.rank
 
     def _most_begun(self) -> int:
         """Returns the most batches that any rank has begun; from now on all ranks count so many."""
@@ -121,14 +125,16 @@ class Shares:
             "num_unread": self._num_unread,
             "divided_for": self.divided_for,
             "num_shares": None if self._division is None else self._division[0],
+            "num_replicas_at_first": self._num_replicas_at_first,
         }
 
-    def take_state(self, state: dict[str, Any], rank: int) -> None:
-        """Takes over a member's `state` on a newcomer, which is this rank of the view."""
+    def take_state(self, state: dict[str, Any]) -> None:
+        """Takes over a member's `state` on a newcomer."""
         self._num_unread, self.divided_for = state["num_unread"], state["divided_for"]
+        self._num_replicas_at_first = state["num_replicas_at_first"]
         num_shares = state["num_shares"]
         if num_shares:  # else the share of the rank that it was started as
-            self._division = num_shares, rank % num_shares
+            self._division = num_shares, self._division_now()[1] % num_shares
 
 
 def _num_left(trainer: Any) -> int:

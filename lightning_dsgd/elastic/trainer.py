@@ -92,11 +92,12 @@ class TrainerFace:
         return {rank: each.started_as for rank, each in enumerate(told) if each.is_new}
 
     def hand_over(
-        self, net: Transport, giver: int, newcomers: Collection[int], counted: Mapping[str, Any]
+        self, net: Transport, givers: Mapping[int, int], counted: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         training = self._training
         claiming = training.claiming
-        if net.rank == giver:
+        takers = [newcomer for newcomer, giver in givers.items() if giver == net.rank]
+        if takers:
             session = {
                 "counted": dict(counted),
                 "versions": self._versions,
@@ -104,12 +105,12 @@ class TrainerFace:
                 "loaders": handover.loaders_of(training.trainer),
                 "claimed": None if claiming is None else claiming.counts(),
             }
-            handover.give(net, [*newcomers], training.trainer, session)
-        elif net.rank in newcomers:
-            self._taken = handover.take(net, giver)
+            handover.give(net, takers, training.trainer, session)
+        elif net.rank in givers:
+            self._taken = handover.take(net, givers[net.rank])
             session = self._taken["session"]
             self._versions = session["versions"]
-            self._shares.take_state(session["shares"], net.rank)
+            self._shares.take_state(session["shares"])
             if claiming is not None:
                 claiming.take_counts(session["claimed"])
             counted = session["counted"]

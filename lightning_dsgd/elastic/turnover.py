@@ -20,6 +20,9 @@ newcomer.  It builds its model and optimizers, and then asks the members to let 
                        (`changes`); all tell each other how many calls they have come back from
     the newcomer       has Lightning restore that state, alone, and begins with that batch
 
+Newcomers that are to hold a replica together are let in together, once all of them ask; each gets
+its shard, and the state that goes with it, from a member that holds the same (`rows`).
+
 Before a batch a rank is in no evaluation, save or epoch's end, and at the same batch all have made
 the same calls: so the newcomer makes the calls that the others make from there on.
 
@@ -33,6 +36,7 @@ Why nobody waits for ever, whoever is lost:
 - Any rank, while the members meet: the meeting is over, on all (`Calls.once`), without newcomers.
   They ask again.
 - A newcomer whose model differs ends, with an error, and is lost to the others.
+- A newcomer that is lost takes the others of its replica along, before the view and later.
 
 Threads: the training thread; a signal handler says that this rank is to leave.
 """

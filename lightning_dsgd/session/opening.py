@@ -44,6 +44,11 @@ class Opening:
     def _limits(self) -> tuple[float, float]:
         return self.chosen["timeout_s"], self.chosen["heartbeat_timeout_s"]
 
+    @property
+    def torch_waits_s(self) -> float:
+        """How long a collective of torch's own process group waits."""
+        return min(max(self.chosen["timeout_s"], _TORCH_WAITS_S), _TORCH_WAITS_AT_MOST_S)
+
     def join_process_group(
         self,
         rank: int,
@@ -56,7 +61,6 @@ class Opening:
         host, port = address
         source = source_of(host)  # before the next line, after which a variable always has it
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-        waits_s = min(max(self.chosen["timeout_s"], _TORCH_WAITS_S), _TORCH_WAITS_AT_MOST_S)
         limit = self.chosen["startup_timeout_s"]
         self._rendezvous = Rendezvous(rank, world_size, host, port, limit, source)
         store = self._rendezvous.join()
@@ -73,7 +77,7 @@ class Opening:
                 store=store,
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=waits_s),
+                timeout=timedelta(seconds=self.torch_waits_s),
                 device_id=None if backend == "gloo" else device,
             )
 

@@ -82,12 +82,15 @@ class Ranks:
     def check_may_load(self, way_out: str) -> None:
         """Raises `RuntimeError` where it is too late to load a checkpoint."""
 
-    def find_training(self, address: tuple[str, int], calls: str | None = None) -> None:
+    def find_training(
+        self, address: tuple[str, int], calls: str | None = None, num_shards: int = 1
+    ) -> None:
         """Finds out whether others train already, whom this process is to join.
 
         Args:
             address: where the ranks meet
             calls: which function of the Trainer's was called
+            num_shards: how many ranks hold a replica together
         """
 
     def open_network(self, open_network: Callable[[], Transport]) -> Transport:

@@ -88,13 +88,17 @@ class MeshSharding(Sharding):
     def among(self, members: Sequence[int], rows: Sequence[tuple[int, ...]]) -> MeshSharding:
         """Returns the same sharding among the ranks of a view, by their numbers in the view.
 
+        Newcomers are in rows of consecutive ranks, as those of the start are then.
+
         Args:
             members: the members of the view
-            rows: the ranks of each replica, of which the view has all or none
+            rows: the ranks of each replica at the start; the view has all of a replica's, or none
         """
         row_of = {rank: row for row in rows for rank in row}
+        place = self.members[0] % self.num_shards
+        new = [n for n in members if n not in row_of and n % self.num_shards == place]
         left = sorted((rank for rank in self.members if rank in members), key=row_of.__getitem__)
-        return MeshSharding(tuple(map(members.index, left)), len(members))
+        return MeshSharding(tuple(map(members.index, [*left, *sorted(new)])), len(members))
 
     def column(self, net: Transport) -> View:
         """Returns the network of the ranks that hold the same shard; all ranks call it together.
@@ -178,7 +182,7 @@ class MeshSharding(Sharding):
 
     # ---- what the ranks of a replica do together ----
 
-    def row_of(self, session: Session[Any], rows: list[tuple[int, ...]]) -> ProcessRow:
+    def row_of(self, session: Session[Any], rows: Sequence[tuple[int, ...]] | None) -> ProcessRow:
         """See `Sharding.row_of`."""
         return ProcessRow(session, rows)
 

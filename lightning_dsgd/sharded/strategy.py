@@ -2,6 +2,7 @@
 
     mesh of all ranks               replica x data_parallel x tensor_parallel
     what `configure_model` is given           data_parallel x tensor_parallel, of this replica
+    mesh of newcomers                     1 x data_parallel x tensor_parallel
 
 The user's `configure_model` is the one for ModelParallelStrategy.  This strategy differs from
 the strategies whose ranks hold the whole model:
@@ -18,6 +19,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, Final, Unpack
 
+import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -31,7 +33,8 @@ from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.session.checkpoint import files
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.sharded.mesh_sharding import MeshSharding, check_algorithm
-from lightning_dsgd.sharded.together import blaming, gathered, lost_behind, save
+from lightning_dsgd.sharded.shards import Shards
+from lightning_dsgd.sharded.together import blaming, gathered, in_shards, lost_behind, save
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.arguments import Evaluated
 from lightning_dsgd.trainer.strategy import DecentralizedMixin
@@ -44,19 +47,22 @@ class MeshStrategy(ModelParallelStrategy):
     """Lays a ModelParallelStrategy's mesh over one of several replicas."""
 
     whole_mesh: DeviceMesh | None = None
-    """The mesh of all ranks, once they have met."""
+    """The mesh of all ranks, once they have met; on newcomers, of those of this replica."""
 
     @property
     @abstractmethod
     def num_replicas(self) -> int:
-        """How many copies of the model there are."""
+        """How many copies of the model there are at the start."""
 
     def setup_environment(self) -> None:
         """Has the ranks meet, and lays the mesh over them."""
         # ModelParallelStrategy's own method would lay a mesh over all ranks.
         Strategy.setup_environment(self)
         self.setup_distributed()
-        shape = self._shape()
+        replicas, *sizes = self._shape()
+        # The process group of newcomers is of their replica alone.
+        there = replicas * dist.get_world_size() // self.world_size
+        shape = there, *sizes
         self.whole_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=_NAMES)
         self._device_mesh = self.whole_mesh["data_parallel", "tensor_parallel"]
         if self.lightning_module is not None:
@@ -116,8 +122,8 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         max_ranks = dict(given).get("max_ranks")
         if max_ranks is not None:
             raise ValueError(
-                "no rank can join the training of sharded models, as it would hold a part of a "
-                f"replica, got max_ranks={max_ranks!r}; leave it out"
+                "a training of sharded models must have as many replicas as at its start, of which "
+                f"a lost one comes back, got max_ranks={max_ranks!r}; leave it out"
             )
         super().__init__(algorithm, **given)
         check_algorithm(self.algorithm)
@@ -130,7 +136,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
 
     @property
     def num_replicas(self) -> int:
-        """How many copies of the model there are."""
+        """How many copies of the model there are at the start."""
         return self._num_replicas
 
     def _configure_launcher(self) -> None:
@@ -153,16 +159,27 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         return self.whole_mesh
 
     @property
+    def _num_shards(self) -> int:
+        """How many ranks hold a replica together."""
+        return int(self.world_size) // self._num_replicas
+
+    @property
+    def _replica(self) -> int:
+        """Which replica of the start this rank holds, or was started again to hold."""
+        return int(self.global_rank) // self._num_shards
+
+    @property
     def _sharding(self) -> MeshSharding:
-        return MeshSharding.of_mesh(self._mesh["replica"], self.world_size)
+        """Which ranks of the start hold this rank's shard."""
+        place = self.global_rank % self._num_shards
+        return MeshSharding(tuple(range(place, self.world_size, self._num_shards)), self.world_size)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The sampler's arguments: ranks that compute with the same data get the same."""
-        mesh = self._mesh
-        replica, data = mesh["replica"], mesh["data_parallel"]
-        rank = replica.get_local_rank() * data.size() + data.get_local_rank()
-        first = {"num_replicas": replica.size() * data.size(), "rank": rank}
+        data = self._mesh["data_parallel"]
+        rank = self._replica * data.size() + data.get_local_rank()
+        first = {"num_replicas": self._num_replicas * data.size(), "rank": rank}
         return self.session.ranks.share(first)
 
     def _conditions(self) -> Conditions:
@@ -176,8 +193,9 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
     def check_numbers_of_batches(self) -> None:
         """Raises, on every rank, unless all ranks of a replica have equally many batches."""
         super().check_numbers_of_batches()
-        number = self._mesh["replica"].get_local_rank()
-        mine = f"{number} {self._trainer.num_training_batches}"
+        if not self.session.takes_part:
+            return
+        mine = f"{self._replica} {self._trainer.num_training_batches}"
         texts = everyones(self.session.meetings, mine)
         if len(set(texts)) > len({text.split()[0] for text in texts}):
             listed = by_rank([f"{text.split()[1]} batches" for text in texts])
@@ -189,10 +207,17 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
 
     # ---- training ----
 
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if self._handed_over is not None:  # which Lightning leaves to `load_checkpoint`
+            self._load_states(self._handed_over)
+
     def _lay_out(self, trainer: Any, net: Transport) -> tuple[Transport, Whole, Transport | None]:
         sharding, module = self._sharding, trainer.lightning_module
         self._num_builds += 1
         self.session.sharding = sharding
+        if not self.session.takes_part:  # the others have checked what is to be checked
+            return net, Shards(module), net
         net = net.sub(f"build-{self._num_builds}")
         shards = sharding.layout(net, module, self.optimizers, self.algorithm)
         if self._num_builds == 1:
@@ -244,7 +269,8 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         if self.session.phase is Phase.BROKEN:
             rank_zero_warn(f"{filepath} is not saved: other ranks, with their shards, are gone")
         elif self.session.training is None:
-            if self._mesh["replica"].get_local_rank() == 0:
+            first = self.session.ranks.members[0]
+            if self.session.rank // self._num_shards == first // self._num_shards:
                 whole = gathered(checkpoint)
                 if self.is_global_zero:
                     files.TorchFiles().save_checkpoint(whole, filepath)
@@ -261,6 +287,8 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
                 "a sharded checkpoint must hold tensors and plain values, got weights_only=False; "
                 "leave it out"
             )
+        if self._handed_over is not None:
+            return self._handed_over
         io, sharding, session = files.TorchFiles(maps=True), self._sharding, self.session
         path = session.text_of_rank_0(str(checkpoint_path))
         shared = io.load_checkpoint(path)
@@ -276,16 +304,24 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
                 num_shards=sharding.num_shards,
             )
         checkpoint = shared if own is None else own
-        module = self.lightning_module
+        self._load_states(checkpoint)
+        if session.training is not None:
+            self._begin_with_loaded(own)
+        return checkpoint
+
+    def _load_states(self, checkpoint: dict[str, Any]) -> None:
+        """Takes the states of the model and its optimizers out of a checkpoint, and loads them."""
+        sharding, module = self._sharding, self.lightning_module
         assert module is not None
         state = checkpoint.pop("state_dict")
         sharding.load_model(module, state, strict=module.strict_loading)
         states = checkpoint.pop("optimizer_states", [])
         for optimizer, state in zip(self.optimizers, states, strict=False):
             sharding.load_optimizer(optimizer, state)
-        if session.training is not None:
-            self._begin_with_loaded(own)
-        return checkpoint
+
+    def noted(self, checkpoint: dict[str, Any], trainer: Any) -> dict[str, Any]:
+        """Returns a checkpoint with this rank's shards, for one that is to hold the same."""
+        return dict(in_shards(super().noted(checkpoint, trainer)))
 
     def _begin_with_loaded(self, own: dict[str, Any] | None) -> None:
         """Makes the replica anew, from what the model and its optimizers hold now."""

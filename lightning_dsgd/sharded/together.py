@@ -10,7 +10,7 @@ In the files of a checkpoint:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -35,11 +35,14 @@ class ProcessRow:
 
     Args:
         session: the session of this rank
-        rows: the ranks of each replica
+        rows: the ranks of each replica; None: the process group is of this row alone
     """
 
-    def __init__(self, session: Session[Any], rows: list[tuple[int, ...]]) -> None:
+    def __init__(self, session: Session[Any], rows: Sequence[tuple[int, ...]] | None) -> None:
         self._session = session
+        if rows is None:
+            self._group = dist.group.WORLD
+            return
         timeout = timedelta(seconds=session.net.timeout_s)
         make_groups: Any = dist.new_subgroups_by_enumeration
         self._group, _ = make_groups(rows, timeout, "gloo")
@@ -50,6 +53,16 @@ class ProcessRow:
         with blaming(self._session):
             dist.all_reduce(flag, dist.ReduceOp.MAX, self._group)
         return bool(flag)
+
+    def meet(self) -> None:
+        """Waits for the other ranks of the row, before a view watches them."""
+        try:
+            dist.all_reduce(torch.zeros(1), group=self._group)
+        except RuntimeError as err:
+            raise TransportError(
+                f"the ranks of a replica must join together, but another of those that rank "
+                f"{self._session.rank} joins with has ended before: {err}; look at what it printed"
+            ) from err
 
 
 def save(

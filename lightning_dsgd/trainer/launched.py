@@ -95,14 +95,14 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
         devices.take_queues(self.root_device)
         super().setup_environment()
 
-    def _join(self, *calls: str | None) -> None:
+    def _join(self, calls: str | None = None, num_shards: int = 1) -> None:
         """Makes the process group, unless a script has made one, or others train already."""
         session, environment = self.session, self.cluster_environment
         session.rank, session.world_size = self.global_rank, self.world_size
         if torch.distributed.is_initialized() or environment is None:
             return
         address = environment.main_address, environment.main_port
-        session.ranks.find_training(address, *calls)
+        session.ranks.find_training(address, calls, num_shards)
         if session.takes_part:
             backend = self._get_process_group_backend()
             where = (address, backend, self.root_device)

@@ -159,7 +159,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        self._join(self._trainer_state())
+        self._join(self._trainer_state(), self.world_size // self.num_replicas)
         super().setup_distributed()  # which finds the process group there
         if not self.session.takes_part:
             seams.be_silent()

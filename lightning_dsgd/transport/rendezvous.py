@@ -139,7 +139,7 @@ class Rendezvous:
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         try:
-            task = _Task(work)
+            task = Task(work)
             while not task.wait(_LOOK_EVERY_S):
                 if time.monotonic() > deadline:
                     raise Timeout(f"rank {self._rank} has waited {limit:g} s to {what}")
@@ -316,7 +316,7 @@ class _Told(RuntimeError):
     """The rendezvous has told this rank that another rank has failed."""
 
 
-class _Task(Generic[T]):
+class Task(Generic[T]):
     """Work that is done in another thread.
 
     That thread writes the result, or the failure, and then sets `_ended`; only after that are they
@@ -351,7 +351,7 @@ class _Task(Generic[T]):
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
     """Returns what `work` gives; raises `Timeout` if it takes longer, leaving its thread behind."""
-    task = _Task(work)
+    task = Task(work)
     if not task.wait(seconds):
         raise Timeout(f"no answer within {seconds:g} s")
     return task.result()

@@ -49,3 +49,27 @@ def test_a_rank_outside_says_whom_its_replica_misses_though_others_alone_have_lo
     assert not rank_1.believes.lost
     rank_1.hear(0.1, 2, Message(COMMIT, 1, members=(2, 3)))
     assert rank_1.ended == "cannot go on without rank 0, which held shards of its replica"
+
+
+def test_newcomers_wait_as_a_whole_replica() -> None:
+    rank_0 = Membership(0, range(4), patience_s=1.0, holds_joins=True, groups=[(0, 1), (2, 3)])
+    for newcomer in (4, 6, 7):
+        rank_0.hear(0.0, newcomer, Message(JOIN, 0))
+    assert rank_0.waiting() == (6, 7)
+
+
+def test_a_newcomer_that_has_lost_one_of_its_replica_ends_at_once() -> None:
+    rank_4 = Membership(4, (), patience_s=1.0, groups=[(0, 1), (2, 3)])
+    rank_4.ask(0.0, [0, 1, 2, 3, 5], within_s=60.0)
+    rank_4.suspect(0.1, 5, died=True)
+    assert rank_4.ended == "cannot join without rank 5, which was to hold shards of its replica"
+
+
+def test_no_view_has_newcomers_alone() -> None:
+    """They have no weights yet."""
+    rank_3 = Membership(3, (2, 3), patience_s=1.0, holds_joins=True, groups=[(0, 1), (2, 3)])
+    for newcomer in (4, 5):
+        rank_3.hear(0.0, newcomer, Message(JOIN, 0))
+    rank_3.admit(0.1, [4, 5])
+    rank_3.suspect(0.2, 2, died=True)
+    assert rank_3.ended.startswith("must go on with more than half of view 0")

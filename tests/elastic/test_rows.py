@@ -1,4 +1,4 @@
-"""Replicas that several ranks hold together go on without one that has lost a rank.
+"""Replicas that several ranks hold together go on without one that has lost a rank, and come back.
 
 In a simulated world, with a collective of a replica's ranks that is as gloo's: whoever is in it
 waits for the others of its replica, and a view that changes does not end that.
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.elastic.ballots import group_of
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.elastic.surviving import Circle, SurvivingReplica
 from lightning_dsgd.simulated import Killed
 from lightning_dsgd.simulated.baton import Awaited
-from lightning_dsgd.transport import PeerLost, Timeout
+from lightning_dsgd.transport import PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.view import View
 from tests.support.thorough import times
 
@@ -70,8 +71,13 @@ class Row:
         return sum(each for each, _ in told.values())
 
     def _blame(self) -> None:
-        """Fails for a rank that is lost, once that is known here."""
-        if self.net.views.ended:
+        """Fails for a rank that is lost, once that is known here; before a view, at once."""
+        faults = self.net._simulation.faults
+        if self.net.rank not in faults._views:
+            gone = faults.gone.intersection(self.ranks)
+            if gone:
+                raise PeerLost(min(gone), "died")
+        elif self.net.views.ended:
             self.net.views.next_view(PeerLost(self.net.rank, "is in no view any more"))
 
 
@@ -189,6 +195,104 @@ def doubt(name: str, num_replicas: int, num_shards: int, seed: int) -> None:
         assert all(torch.equal(x, xs[0]) for x in xs), what
 
 
+def train_and_let_in(
+    net: Any, name: str, num_shards: int, board: dict[Any, Any]
+) -> tuple[tuple[int, ...], Tensor, Tensor]:
+    """The same, with as many batches on all ranks; every third step all let in who has come."""
+    shard, begun = net.rank % num_shards, [-1 if net.is_newcomer else 0]
+    row, model = Row(net, group_of(net.rank, [range(num_shards)]), board), Model(shard)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def column(view: View) -> View:
+        return View(view, [k for k, r in enumerate(view.members) if r % num_shards == shard])
+
+    def begin(view: View) -> None:
+        told = [int(k) for k in everyones(view.sub("begun"), str(begun[0]))]
+        new = [rank for rank, k in enumerate(told) if k < 0]
+        places = {view.members[r] % num_shards for r, k in enumerate(told) if k >= 0}
+        if len(places) < num_shards:
+            raise TransportError("nobody is left that holds some shard")
+        inside = view.sub("replica")
+        mine = column(inside)
+        among = [mine.members.index(rank) for rank in new if rank in mine.members]
+        replica.change_view(Circle(mine, among), Circle(inside, new))
+        begun[0] = max(begun[0], max(told)) if begun[0] < 0 else begun[0]
+        key = view.number, shard  # all of a column begin with the same
+        assert torch.equal(board.setdefault(key, model.x.detach().clone()), model.x), key
+
+    calls = Calls(net, begin, is_newcomer=net.is_newcomer)
+    calls.hold_together(row)
+    inside = calls.view.sub("replica")
+    first = inside if net.is_newcomer else column(inside)
+    replica = SurvivingReplica(
+        *(first, model, [optimizer], make_algorithm(name)),
+        everyone=inside,
+        is_newcomer=net.is_newcomer,
+    )
+    if net.is_newcomer:
+        row.sum(0)
+        net.join(within_s=30.0)
+        calls.join()
+    chance = random.Random(net.rank)
+    while begun[0] < 2 * NUM_STEPS:
+        k = begun[0]
+        net.compute(chance.choice([0.05, 0.1, 0.3]))
+        assert row.sum(k) == k * num_shards
+        model.x.grad = (model.x - net.rank // num_shards).detach()
+        model.seen += 1
+        calls.step(lambda: replica.before_update(optimizer), again=True)
+        optimizer.step()
+        calls.step(lambda: replica.after_update(optimizer), again=False)
+        newcomers = 0
+        if k % 3 == 2:
+            calls.together(replica.settle)
+            bits = torch.tensor([sum(1 << n for n in calls.view.views.newcomers())])
+            told = calls.together(lambda bits=bits: calls.view.all_gather(bits).wait())
+            newcomers = int(told[0])
+        begun[0] = k + 1
+        if newcomers:
+            calls.admit([n for n in range(newcomers.bit_length()) if newcomers >> n & 1])
+    calls.together(replica.finish, replica.finish_as_shared)
+    calls.leave()
+    return calls.view.members, model.x.detach(), model.seen
+
+
+def come(name: str, num_replicas: int, num_shards: int, seed: int) -> None:
+    """A replica is lost; one or two come, of which one may lose a rank, before or after."""
+    chance, num_ranks = random.Random(f"come/{name}/{seed}"), num_replicas * num_shards
+    groups = [tuple(range(i, i + num_shards)) for i in range(0, num_ranks, num_shards)]
+    world = SurvivingWorld(
+        num_ranks,
+        latency_s=chance.choice([0.001, 0.01, 0.05]),
+        detect_s=chance.choice([0.003, 0.1]),
+        heartbeat_timeout_s=5.0,
+        groups=groups,
+        strict=False,
+    )
+    lost_s = chance.uniform(0.3, 2.0)
+    lost = [chance.randrange(num_ranks)]
+    world.kill(lost[0], lost_s)
+    come_s, num_rows = lost_s + chance.choice([0.0, 0.05, 0.5, 1.0]), chance.choice([1, 1, 2])
+    for _ in range(num_rows):
+        groups.append(tuple(world.join(come_s) for _ in range(num_shards)))
+        come_s += chance.choice([0.0, 0.0, 0.01, 0.3])
+    if chance.random() < 0.7:
+        lost.append(chance.choice(groups[-1]))
+        world.kill(lost[1], come_s + chance.choice([0.0, 0.02, 0.2, 0.5, chance.uniform(0.0, 3.0)]))
+    outcomes = world.outcomes(train_and_let_in, name, num_shards, {})
+    what = f"{name}, {seed}: {groups[num_replicas:]} come to {num_replicas} x {num_shards}; {lost}"
+    whole = [rank for group in groups if not {*group} & {*lost} for rank in group]
+    for rank, outcome in enumerate(outcomes):
+        if rank in whole:
+            assert isinstance(outcome, tuple), f"{what}: rank {rank}: {outcome!r}"
+            assert outcome[0] == tuple(whole), f"{what}: rank {rank}: {outcome[0]}"
+            same = outcomes[whole[rank % num_shards]]
+            assert torch.equal(outcome[1], same[1]), what
+            assert torch.equal(outcome[2], same[2]), what
+        else:
+            assert isinstance(outcome, Killed | PeerLost), f"{what}: rank {rank}: {outcome!r}"
+
+
 @pytest.mark.parametrize("name", [ALGORITHMS[0], "sgp", "wagma"])
 def test_a_replica_that_has_lost_a_rank_or_doubts_one_is_lost_and_the_others_go_on(
     name: str,
@@ -208,3 +312,17 @@ def test_replicas_are_lost_or_doubted_at_any_moment_and_the_others_go_on(name: s
         lose(name, 2 + seed % 3, 2 + seed % 2, 100 + seed, 1)
         lose(name, 5, 2 + seed % 2, 300 + seed, 2)
         lose(name, 4, 1, 400 + seed, 1)
+
+
+@pytest.mark.parametrize("name", [ALGORITHMS[0], "wagma"])
+def test_a_replica_comes_as_a_whole_or_not_at_all(name: str) -> None:
+    for seed in range(4):
+        come(name, 2 + seed % 2, 2 + seed % 2, seed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_replicas_come_at_any_moment_and_are_lost_before_or_after(name: str) -> None:
+    for seed in times(40):
+        come(name, 2 + seed % 3, 2 + seed % 2, 1000 + seed)

@@ -183,6 +183,17 @@ class NodeRegister:
             self.last_words = f"rank {number} {trained.why}"
         return trained
 
+    def gone_of_row(self, number: int) -> list[int]:
+        """Returns the ranks that are not started again of those that hold a rank's replica."""
+
+        def gone(register: Register) -> list[int]:
+            num_shards = register.num_shards()
+            begin = number - number % num_shards
+            return [n for n in range(begin, begin + num_shards) if register.is_gone(n)]
+
+        none: list[int] = []
+        return self.ask(gone, default=none)
+
     def is_alone(self) -> bool:
         """Returns whether no other supervisor has ranks in this job, whether they live or not."""
         more = self.ask(lambda register: register.more_supervisors(0), default=0)

@@ -7,6 +7,9 @@
                                   `max_restarts` times at most;
                                   but for one that has left, as it got SIGTERM, and in a loop of
                                   the user's, which a rank cannot join
+    ranks hold a replica together   the others of a lost one end by themselves, and each is started
+                                  again like any rank: they gather (`gathering`).  One that is not
+                                  started again is `gone`, and the others are not started either
     no rank is left that trains   who is started again could only fail: all end; ranks do not count
                                   whose node's supervisor has died, as with its machine
     Ctrl-C comes here             every rank gets SIGINT, on which all stop after the same batch
@@ -275,14 +278,23 @@ class Supervisor:
         if not can_be_joined:
             say(
                 f"rank {self._number(rank)} is not replaced: a rank can join a training of "
-                "Lightning's Trainer only, one that makes the process group itself, of models that "
-                "are not sharded; the others go on without it"
+                "Lightning's Trainer only, one that makes the process group itself; the others go "
+                "on without it"
             )
             return
+        number = self._number(rank)
         if rank.num_counted > self._max_restarts:
             say(
-                f"rank {self._number(rank)} is not started again: --max-restarts is "
-                f"{self._max_restarts}, and it has not trained for {_FORGETS_AFTER_S:g} s since"
+                f"rank {number} is not started again: --max-restarts is {self._max_restarts}, and "
+                f"it has not trained for {_FORGETS_AFTER_S:g} s since"
+            )
+            self._told.ask(lambda register: register.say_gone(number), default=None)
+            return
+        gone = self._told.gone_of_row(number)
+        if gone:
+            say(
+                f"rank {number} is not started again: rank {gone[0]}, which holds its replica with "
+                "it, is not"
             )
             return
         backoff_s = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (rank.num_failures - 1))

@@ -211,6 +211,22 @@ def test_a_rank_whose_node_has_died_with_its_supervisor_does_not_train(
     )
 
 
+def test_a_rank_comes_back_with_the_others_of_its_replica_or_none_of_them(tmp_path, capsys):
+    keeper = Register("127.0.0.1", 0, 20.0, serves=True)
+    keeper.say_survives(can_be_joined=True, num_shards=2)
+    place = Place(4, 1, 0, "127.0.0.1", keeper.port)
+    ours = supervisor.Supervisor(["true"], place, tmp_path, 1.0, 1)
+    ours._told._register = keeper
+    for rank, num_counted in zip(ours._ranks, [1, 1, 2, 1], strict=True):
+        rank.num_counted, rank.num_failures = num_counted, 0
+    for rank in ours._ranks:
+        ours._plan_restart(rank)
+    assert [rank.again_at is not None for rank in ours._ranks] == [True, True, False, False]
+    said = capsys.readouterr().err
+    assert "rank 2 is not started again: --max-restarts is 1, and it has not trained for" in said
+    assert "rank 3 is not started again: rank 2, which holds its replica with it, is not" in said
+
+
 def test_a_process_that_is_started_by_hand_while_others_train_a_loop_is_told(monkeypatch):
     keeper = Register("127.0.0.1", 0, 20.0, serves=True)
     keeper.say_survives(can_be_joined=True)
