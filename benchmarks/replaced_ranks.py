@@ -307,7 +307,8 @@ def main() -> None:
     away = killed["away_s"]
     settings = {k: v for k, v in vars(args).items() if k != "output"}
     rows = [{"run": "undisturbed", **alone}, {"run": "killed", **killed}]
-    made = provenance() | {"hyperparameters": in_force([args.strategy], [args.ranks])}
+    num_replicas = args.ranks // args.num_shards
+    made = provenance() | {"hyperparameters": in_force([args.strategy], [num_replicas])}
     write_result(made | {"settings": settings, "kept": kept, "rows": rows}, args.output)
     print(
         f"{args.strategy}: {killed['kills']} kills, {len(away)} ranks came back; kept "
