@@ -17,7 +17,7 @@ from torch import Tensor
 
 import lightning_dsgd
 from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.lab.decisions import SITUATIONS
+from lightning_dsgd.lab.decisions import OWN_RATE, SITUATIONS
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.mpi import ended
 from tests.support.worlds import FitWorld
@@ -57,23 +57,37 @@ def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
 
 def test_a_time_to_the_loss_of_ddp_is_told_where_most_seeds_have_it() -> None:
     tables = runpy.run_path(str(DOCS / "tables.py"))
-    row = {"seeds": 5, "to_target": {"1": {"share": 0.9, "reached": 3}}}
-    assert tables["soon"](row) == "0.90 (3 of 5 seeds)"
-    row["to_target"]["1"]["reached"] = 2
-    assert tables["soon"](row) == "2 of 5 seeds"
-    row["to_target"]["1"]["reached"] = 0
-    assert tables["soon"](row) == "never"
+    soon = tables["soon"]
+    assert soon({"share": 0.9, "reached": 3}, 5) == "0.90 (3 of 5 seeds)"
+    assert soon({"share": 0.9, "reached": 2}, 5) == "2 of 5 seeds"
+    assert soon({"share": 0.9, "reached": 0}, 5) == "never"
 
 
 @pytest.mark.parametrize("task", ["language", "translation"])
 def test_what_adamw_costs_stands_beside_the_choice(task: str) -> None:
     tables = runpy.run_path(str(DOCS / "tables.py"))
-    result = json.loads((DOCS / f"results/choosing/adam_{task}.json").read_text())
-    values = {row["strategy"]: row["value"] for row in result["summary"]}
+    values: dict[str, float] = {}
+    for file in dict(tables["ADAMW"])[task]:
+        result = json.loads((DOCS / "results" / file).read_text())
+        values |= {row["strategy"]: row["value"] for row in result["summary"]}
     here = SITUATIONS["random"]
     told = tables["with_adamw"](here.first, [here])
-    ours, base = values[f"{here.first.strategy}:scale_steps=true"], values["allreduce"]
-    assert f"{task} {ours:.3f} (DDP's {base:.3f}), " in told
+    ours = f"{here.first.strategy}:scale_steps=true"
+    found = values.get(f"{ours}, claimed", values[ours])
+    assert f"{task} {found:.3f} (DDP's {values['allreduce']:.3f}), " in told
+
+
+def test_where_ddps_rate_stays_what_adamw_costs_is_of_that_rate() -> None:
+    tables = runpy.run_path(str(DOCS / "tables.py"))
+    here = SITUATIONS["random"]
+    choice = here.choice(OWN_RATE)
+    assert choice is not None
+    file = DOCS / "results/choosing/adam_language_claimed.json"
+    rows = {row["strategy"]: row for row in json.loads(file.read_text())["summary"]}
+    row, base = rows[f"{choice.strategy}:scale_steps=true, claimed"], rows["allreduce"]
+    assert row["lr"] != base["lr"]
+    ours = base["value"] + row["at_baseline_lr"]["difference"]
+    assert f"language {ours:.3f} (DDP's" in tables["with_adamw"](choice, [here])
 
 
 WITH_RESULTS = [page for page in EVERY if "results/" in page.read_text()]
