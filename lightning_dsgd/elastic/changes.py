@@ -7,7 +7,8 @@
                          where others have stopped already, this rank stops where it is
     what is dealt        claims and units, among the members
     newcomers            take the state of the first member that is none; with shards, of the first
-                         that holds the same shard
+                         that holds the same shard.  Where another view follows before all have
+                         taken it, all take it anew: else a replica could have it from two
     the first member     is what rank 0 was
 
 Any of these may raise `PeerLost`: then all of it begins again, with the view after that (`calls`).
@@ -156,7 +157,7 @@ class Changes:
         """Gives newcomers a member's state, and has a newcomer count as the giver has counted."""
         agreed = opened(self._session.training).agreed
         mine = {"num_begun": agreed.num_begun, "changes_s": self.seconds}
-        counted = self._face.hand_over(view.sub("state"), givers, mine)
+        counted = self._face.hand_over(view, givers, mine)
         if view.rank in givers:
             agreed.num_begun, self.seconds = counted["num_begun"], counted["changes_s"]
             self._session.enter(Phase.JOINED)

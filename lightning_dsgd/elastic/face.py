@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Final, Protocol
 from lightning_dsgd.elastic.entrance import refuse_newcomer
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.session import Session
-from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.view import View
 
 HAS_LEFT: Final = " and has left; the others go on"
@@ -38,7 +37,7 @@ class Face(Protocol):
         """
 
     def introduce(self, view: View, alike: list[str]) -> dict[int, str]:
-        """Returns the newcomers among a view's ranks, and as which rank each was started.
+        """Returns who of a view takes the others' state, and as which rank each was started.
 
         All ranks of the view call it, and tell each other what they need to know of their data.
 
@@ -48,15 +47,16 @@ class Face(Protocol):
 
         Raises:
             ValueError: on a newcomer whose texts differ
+            TransportError: if all ranks of the view would take it
         """
 
     def hand_over(
-        self, net: Transport, givers: Mapping[int, int], counted: Mapping[str, Any]
+        self, view: View, givers: Mapping[int, int], counted: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """Gives newcomers a member's state; returns `counted`, on a newcomer its giver's.
 
         Args:
-            net: the network of all ranks of the view
+            view: the view
             givers: for each newcomer, the rank that gives it its state
             counted: what this rank has counted in its training
         """
@@ -121,7 +121,7 @@ class LoopFace:
         return {}
 
     def hand_over(
-        self, net: Transport, givers: Mapping[int, int], counted: Mapping[str, Any]
+        self, view: View, givers: Mapping[int, int], counted: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         return counted
 

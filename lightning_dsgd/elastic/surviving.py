@@ -142,7 +142,8 @@ class SurvivingReplica(Replica):
         self.stop_lanes()
         for device in {part.x.device for part in self.parts}:
             port_of(device).finish()  # a message may be on its way up to an x
-        if not self._is_new:
+        is_new = self._is_new or circle.old is None  # which may have been given a mean before
+        if not is_new:
             self._copies.put_back()
         weights, buffers = self._weights(), [*self.module.buffers()]
         if everyone is None:
@@ -152,19 +153,19 @@ class SurvivingReplica(Replica):
             self._share_in(everyone, buffers)
         self._publish(self.parts)
         self._copy()
-        was_new, self._is_new = self._is_new, False
+        self._is_new = False
         for part in self.parts:
             if self._sums_units:  # which goes on with what it has, in `share_sums`
-                if was_new:
+                if is_new:
                     part.algorithm = self._start(part.weights, part.optimizer)
                     part.scaling = self._start_scaling(part.weights, part.algorithm)
                 part.kept.begin(part.x)
                 continue
-            state = {} if was_new else part.algorithm.state_dict()
+            state = {} if is_new else part.algorithm.state_dict()
             scaled = part.scaling.state_dict()
             part.algorithm = self._start(part.weights, part.optimizer)
             part.scaling = self._start_scaling(part.weights, part.algorithm)
-            if not was_new:
+            if not is_new:
                 part.algorithm.carry_over(state, (circle.old or circle.net).world_size)
                 part.scaling.load_state_dict(scaled)
             part.kept.begin(part.x)

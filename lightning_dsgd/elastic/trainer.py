@@ -15,23 +15,40 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic import handover
 from lightning_dsgd.elastic.shares import Shares
-from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.under_way import opened
 from lightning_dsgd.trainer.sessions import TrainerSession, TrainerTraining
-from lightning_dsgd.transport import Transport, TransportError
+from lightning_dsgd.transport import TransportError
 from lightning_dsgd.transport.view import View
+
+IN_NONE: Final = -1
+
+
+def takers(took_in: Sequence[int | None]) -> list[int]:
+    """Returns which ranks of a view take the state of the others, the same on all of them.
+
+    Newcomers have the state once all of them took it in one view, and so from one replica.  Before
+    that no rank comes back from the change of the view (`calls`): so all others are still before
+    the batch with which newcomers begin, and if any newcomer lacks the state, all take it anew.
+
+    Args:
+        took_in: for each rank the view in which it took the state, or `IN_NONE`; None on a rank
+            that trains
+    """
+    newcomers = {rank: number for rank, number in enumerate(took_in) if number is not None}
+    have_it = len({*newcomers.values()}) == 1 and IN_NONE not in newcomers.values()
+    return [] if have_it else [*newcomers]
 
 
 class _Told(NamedTuple):
     """Holds what a member says of itself when a view begins; as JSON on the wire."""
 
-    is_new: bool
+    took_in: int | None
     alike: list[str]
     """Texts that must be the same on all ranks."""
     started_as: str
@@ -54,6 +71,8 @@ class TrainerFace:
         self._versions: list[Any] = []
         """The versions under which rank 0's loggers write."""
         self._taken: dict[str, Any] | None = None
+        self._took_in = IN_NONE
+        """The view in which this newcomer took the others' state; see `takers`."""
 
     @property
     def _training(self) -> TrainerTraining:
@@ -69,9 +88,9 @@ class TrainerFace:
             )
 
     def introduce(self, view: View, alike: list[str]) -> dict[int, str]:
-        is_new, shares = self._session.phase is Phase.NEWCOMER, self._shares
+        shares = self._shares
         own = _Told(
-            is_new,
+            None if self._session.takes_part else self._took_in,
             alike,
             os.environ.get("RANK", ""),
             shares.divided_for,
@@ -79,22 +98,23 @@ class TrainerFace:
         )
         texts = everyones(view.sub("newcomers"), json.dumps(own))
         told = [_Told(*json.loads(text)) for text in texts]
-        old = [each for each in told if not each.is_new]
+        new = takers([each.took_in for each in told])
+        old = [each for rank, each in enumerate(told) if rank not in new]
         if not old:
             raise TransportError("a rank that has trained must be left, got newcomers only")
         for here, there in zip(alike, old[0].alike, strict=True):
-            if is_new and here != there:
+            if view.rank in new and here != there:
                 raise ValueError(
                     f"a newcomer must have the strategy and the model of the others, got {here} "
                     f"here and {there} there; start it with the same script and arguments"
                 )
         shares.divide_after((each.divided_for for each in old), (each.divides_for for each in told))
-        return {rank: each.started_as for rank, each in enumerate(told) if each.is_new}
+        return {rank: told[rank].started_as for rank in new}
 
     def hand_over(
-        self, net: Transport, givers: Mapping[int, int], counted: Mapping[str, Any]
+        self, view: View, givers: Mapping[int, int], counted: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        training = self._training
+        training, net = self._training, view.sub("state")
         claiming = training.claiming
         takers = [newcomer for newcomer, giver in givers.items() if giver == net.rank]
         if takers:
@@ -108,6 +128,7 @@ class TrainerFace:
             handover.give(net, takers, training.trainer, session)
         elif net.rank in givers:
             self._taken = handover.take(net, givers[net.rank])
+            self._took_in = view.number
             session = self._taken["session"]
             self._versions = session["versions"]
             self._shares.take_state(session["shares"])

@@ -31,8 +31,9 @@ Why nobody waits for ever, whoever is lost:
 - The newcomer, before the view with it: it is in no view; if it is committed, it is lost in it.
 - The newcomer later: as any member.
 - The first member, before it has given its state: the change begins again, and the next member,
-  which is before the same batch, gives its own.  For no member comes back from a change before each
-  newcomer has taken part in its last exchange, for which it needs the state.
+  which is before the same batch, gives its own, also to newcomers that have the first one's.  For
+  no member comes back from a change before each newcomer has taken part in its last exchange, for
+  which it needs the state.
 - Any rank, while the members meet: the meeting is over, on all (`Calls.once`), without newcomers.
   They ask again.
 - A newcomer whose model differs ends, with an error, and is lost to the others.

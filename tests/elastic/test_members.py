@@ -14,7 +14,7 @@ import torch
 
 from lightning_dsgd import FabricStrategy
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.elastic import changes
+from lightning_dsgd.elastic import changes, handover
 from lightning_dsgd.elastic.entrance import Entrance
 from lightning_dsgd.elastic.face import LoopFace
 from lightning_dsgd.elastic.members import Members
@@ -105,6 +105,23 @@ def test_a_launcher_learns_of_a_training_whose_process_group_the_script_has_made
     SurvivingWorld(2).run(train_with, Opening(CHOSEN, print))
     assert keeper.survives()
     assert not keeper.can_be_joined()  # it would wait in that process group
+
+
+# ---- who takes the others' state ----
+def introduced(net: Any) -> dict[int, str]:
+    session: Any = SimpleNamespace(takes_part=net.rank < 2, training=SimpleNamespace(claiming=None))
+    face = TrainerFace(session)
+    if net.rank == 2:
+        face.hand_over(View(net, range(4), 1), {2: 0}, {})
+    return face.introduce(View(net, range(4), 2), [])
+
+
+def test_a_newcomer_that_has_a_state_takes_it_anew_with_one_that_has_none(monkeypatch):
+    shares = {"num_unread": 0, "divided_for": 1, "num_shares": None, "num_replicas_at_first": None}
+    session = {"versions": [], "shares": shares, "counted": {}}
+    monkeypatch.setattr(handover, "take", lambda net, giver: {"session": session})
+    monkeypatch.setenv("RANK", "5")
+    assert SurvivingWorld(4).run(introduced) == [{2: "5", 3: "5"}] * 4
 
 
 # ---- from when on a rank may be lost ----

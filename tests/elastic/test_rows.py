@@ -6,6 +6,7 @@ waits for the others of its replica, and a view that changes does not end that.
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_dsgd.elastic.ballots import group_of
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.elastic.surviving import Circle, SurvivingReplica
+from lightning_dsgd.elastic.trainer import IN_NONE, takers
 from lightning_dsgd.simulated import Killed
 from lightning_dsgd.simulated.baton import Awaited
 from lightning_dsgd.transport import PeerLost, Timeout, TransportError
@@ -197,19 +199,37 @@ def doubt(name: str, num_replicas: int, num_shards: int, seed: int) -> None:
 
 def train_and_let_in(
     net: Any, name: str, num_shards: int, board: dict[Any, Any]
-) -> tuple[tuple[int, ...], Tensor, Tensor]:
-    """The same, with as many batches on all ranks; every third step all let in who has come."""
+) -> tuple[tuple[int, ...], Tensor, Tensor, int]:
+    """The same, with as many batches on all ranks; every third step all let in who has come.
+
+    A newcomer takes the number of its giver's replica for its state, and returns it; others, -1.
+    """
     shard, begun = net.rank % num_shards, [-1 if net.is_newcomer else 0]
     row, model = Row(net, group_of(net.rank, [range(num_shards)]), board), Model(shard)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    took_in: list[int | None] = [IN_NONE if net.is_newcomer else None]
+    state = torch.tensor([-1])
+    chance = random.Random(net.rank)
 
     def column(view: View) -> View:
         return View(view, [k for k, r in enumerate(view.members) if r % num_shards == shard])
 
+    def hand_over(view: View, new: list[int]) -> None:
+        givers = [r for r, n in enumerate(view.members) if r not in new and n % num_shards == shard]
+        mine = [r for r in new if view.members[r] % num_shards == shard]
+        if mine and view.rank == givers[0]:
+            net.compute(board.get(("gives", net.rank), 0.0))
+            for rank in mine:
+                view.send(torch.tensor([net.rank // num_shards]), rank)
+        elif view.rank in mine:
+            state.copy_(view.recv(state, givers[0]).wait())
+            took_in[0] = view.number
+
     def begin(view: View) -> None:
-        told = [int(k) for k in everyones(view.sub("begun"), str(begun[0]))]
-        new = [rank for rank, k in enumerate(told) if k < 0]
-        places = {view.members[r] % num_shards for r, k in enumerate(told) if k >= 0}
+        texts = everyones(view.sub("begun"), json.dumps([begun[0], took_in[0]]))
+        told = [int(json.loads(text)[0]) for text in texts]
+        new = takers([json.loads(text)[1] for text in texts])
+        places = {n % num_shards for r, n in enumerate(view.members) if r not in new}
         if len(places) < num_shards:
             raise TransportError("nobody is left that holds some shard")
         inside = view.sub("replica")
@@ -219,6 +239,7 @@ def train_and_let_in(
         begun[0] = max(begun[0], max(told)) if begun[0] < 0 else begun[0]
         key = view.number, shard  # all of a column begin with the same
         assert torch.equal(board.setdefault(key, model.x.detach().clone()), model.x), key
+        hand_over(view.sub("state"), new)
 
     calls = Calls(net, begin, is_newcomer=net.is_newcomer)
     calls.hold_together(row)
@@ -233,7 +254,7 @@ def train_and_let_in(
         row.sum(0)
         net.join(within_s=30.0)
         calls.join()
-    chance = random.Random(net.rank)
+        took_in[0] = None
     while begun[0] < 2 * NUM_STEPS:
         k = begun[0]
         net.compute(chance.choice([0.05, 0.1, 0.3]))
@@ -254,7 +275,7 @@ def train_and_let_in(
             calls.admit([n for n in range(newcomers.bit_length()) if newcomers >> n & 1])
     calls.together(replica.finish, replica.finish_as_shared)
     calls.leave()
-    return calls.view.members, model.x.detach(), model.seen
+    return calls.view.members, model.x.detach(), model.seen, int(state)
 
 
 def come(name: str, num_replicas: int, num_shards: int, seed: int) -> None:
@@ -291,6 +312,38 @@ def come(name: str, num_replicas: int, num_shards: int, seed: int) -> None:
             assert torch.equal(outcome[2], same[2]), what
         else:
             assert isinstance(outcome, Killed | PeerLost), f"{what}: rank {rank}: {outcome!r}"
+    check_states(outcomes, num_shards, what)
+
+
+def check_states(outcomes: list[Any], num_shards: int, what: str) -> None:
+    """A replica that has come has the state of one other."""
+    for begin in range(0, len(outcomes), num_shards):
+        row = outcomes[begin : begin + num_shards]
+        states = {outcome[3] for outcome in row if isinstance(outcome, tuple)}
+        assert len(states) <= 1, f"{what}: ranks from {begin} on have the states of {states}"
+
+
+def lose_giver(name: str, num_replicas: int, num_shards: int, seed: int) -> None:
+    """While a replica comes, another is lost, which may have given state to some of its ranks."""
+    chance, num_ranks = random.Random(f"giver/{name}/{seed}"), num_replicas * num_shards
+    groups = [tuple(range(i, i + num_shards)) for i in range(0, num_ranks, num_shards)]
+    world = SurvivingWorld(
+        num_ranks,
+        latency_s=chance.choice([0.001, 0.01]),
+        detect_s=0.003,
+        heartbeat_timeout_s=5.0,
+        groups=groups,
+        strict=False,
+    )
+    world.kill(num_ranks - 1, 0.3)
+    groups.append(tuple(world.join(0.5) for _ in range(num_shards)))
+    lost = chance.randrange(num_shards)
+    world.kill(lost, chance.uniform(1.0, 3.0))
+    outcomes = world.outcomes(train_and_let_in, name, num_shards, {("gives", lost): 2.0})
+    what = f"giver, {name}, {seed}: {num_replicas} x {num_shards}"
+    for rank in [rank for group in (*groups[1:-2], groups[-1]) for rank in group]:
+        assert isinstance(outcomes[rank], tuple), f"{what}: rank {rank}: {outcomes[rank]!r}"
+    check_states(outcomes, num_shards, what)
 
 
 @pytest.mark.parametrize("name", [ALGORITHMS[0], "sgp", "wagma"])
@@ -320,9 +373,24 @@ def test_a_replica_comes_as_a_whole_or_not_at_all(name: str) -> None:
         come(name, 2 + seed % 2, 2 + seed % 2, seed)
 
 
+def test_a_replica_takes_the_state_of_one_other_whoever_is_lost_meanwhile() -> None:
+    for seed in range(6):
+        lose_giver("local_sgd:sync_period=3", 4, 2, seed)
+
+
+def test_newcomers_take_the_state_together() -> None:
+    assert takers([None, None, IN_NONE, IN_NONE]) == [2, 3]
+    assert takers([None, None, 1, IN_NONE]) == [2, 3]
+    assert takers([None, 1, 2]) == [1, 2]  # in view 2 one of them did not hear that it is to
+    assert takers([None, 1, 1]) == []
+    assert takers([None, None]) == []
+    assert takers([1, IN_NONE]) == [0, 1]  # nobody is left that has trained
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_replicas_come_at_any_moment_and_are_lost_before_or_after(name: str) -> None:
     for seed in times(40):
         come(name, 2 + seed % 3, 2 + seed % 2, 1000 + seed)
+        lose_giver(name, 4, 2 + seed % 2, 1000 + seed)
