@@ -45,7 +45,8 @@ that leads it, so no two ranks have the same.
    view of two.  Unless min_ranks is given, those that vote count for it, not those that stay.
    Newcomers come in groups too: one that asks counts as `waiting` only once its whole group asks,
    and one that has lost a rank of its group before the view with them ends.  No view has newcomers
-   alone: nobody would be left that has the weights.
+   alone: nobody would be left that has the weights.  So a newcomer ends, too, once all others are
+   lost that it knows, but for those of its group and those that have asked to join since.
 
 **Why all members of a view agree, and no two views have one number.**  By induction over the
 number.  Let all have the same members of view v.  A proposal in ballot b is committed when a
@@ -143,6 +144,8 @@ class Membership:
         self._patience_s = patience_s
         self._contacts: Ranks = ()
         """The ranks that this newcomer asks to let it in."""
+        self._asking: set[int] = set()
+        """The ranks that have asked this newcomer to let them in, since it last heard of a loss."""
         self._terms = Terms(min_ranks, tuple(map(tuple, groups)))
         self.believes = Beliefs(me, frozenset(group_of(me, groups)))
         self._holds_joins = holds_joins
@@ -175,10 +178,10 @@ class Membership:
         self.tick(now)
 
     def _end_if_in_vain(self) -> None:
-        """Ends a newcomer that asks, once all those are lost that it knows, or one of its group."""
+        """Ends a newcomer that asks, once nobody is left that could let it in; see rule 7."""
         if not self._contacts or self.number >= 0:
             return
-        if self.believes.lost.issuperset(self._contacts):
+        if {*self._contacts} <= self.believes.lost | self.believes.group | self._asking:
             self._end("could not join, as none of those that it knows is left")
         elif self.believes.missing >= 0:
             self._end(
@@ -191,6 +194,7 @@ class Membership:
         if self.ended or rank == self.me:
             return
         self.believes.suspect(rank, died=died)
+        self._asking.clear()  # a member may have let them in, and was lost then
         self._end_if_in_vain()
         if rank in self.members:
             self._begin(now)
@@ -283,9 +287,12 @@ class Membership:
         return now + self._patience_s * self.believes.alive(self.members).index(self.me)
 
     def _hear_join(self, now: float, newcomer: int) -> None:
-        if newcomer in self.members:
+        if self.number < 0:
+            self._asking.add(newcomer)
+            self._end_if_in_vain()
+        elif newcomer in self.members:
             self._tell_view([newcomer])
-        elif self.members and newcomer not in self.believes.lost:
+        elif newcomer not in self.believes.lost:
             self.believes.waiting.add(newcomer)
             if not self._holds_joins:
                 self.believes.joins.add(newcomer)

@@ -126,10 +126,10 @@ class Survival(AgreedViews, LossPolicy):
         """Asks these ranks, to which the mesh is connected, to let this newcomer in.
 
         Raises:
-            TransportError: if all of them are lost already, or there is none
+            TransportError: if none of them is left that is not of its group
         """
         with self._changed:
-            is_alone = self._noted.keys() >= {*contacts}
+            is_alone = {*contacts} <= self._noted.keys() | self.membership.believes.group
         if is_alone:
             raise TransportError(
                 f"a newcomer must reach a rank that trains, but none of "

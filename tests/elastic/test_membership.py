@@ -65,6 +65,29 @@ def test_a_newcomer_that_has_lost_one_of_its_replica_ends_at_once() -> None:
     assert rank_4.ended == "cannot join without rank 5, which was to hold shards of its replica"
 
 
+def test_a_newcomer_ends_once_those_are_lost_that_could_let_its_replica_in() -> None:
+    rank_4 = Membership(4, (), patience_s=1.0, groups=[(0, 1), (2, 3)])
+    rank_4.ask(0.0, [0, 1, 2, 3, 5], within_s=60.0)
+    for rank in range(4):
+        assert not rank_4.ended
+        rank_4.suspect(0.1, rank, died=True)
+    assert rank_4.ended == "could not join, as none of those that it knows is left"
+
+
+def test_newcomers_do_not_wait_for_each_other() -> None:
+    rank_4 = Membership(4, (), patience_s=1.0, groups=[(0, 1), (2, 3)])
+    rank_4.ask(0.0, [2, 3, 5, 6, 7], within_s=60.0)
+    for newcomer in (6, 7):
+        rank_4.hear(0.1, newcomer, Message(JOIN, 0))
+    for rank in (2, 3):
+        rank_4.suspect(0.2, rank, died=True)
+    assert not rank_4.ended  # ranks 2 and 3 may have let the others in before
+    rank_4.hear(0.9, 6, Message(JOIN, 0))
+    assert not rank_4.ended
+    rank_4.hear(0.9, 7, Message(JOIN, 0))
+    assert rank_4.ended == "could not join, as none of those that it knows is left"
+
+
 def test_no_view_has_newcomers_alone() -> None:
     """They have no weights yet."""
     rank_3 = Membership(3, (2, 3), patience_s=1.0, holds_joins=True, groups=[(0, 1), (2, 3)])
