@@ -85,7 +85,6 @@ class Gathering:
             TransportError: if one of them is not started again, or training does not go on
         """
         register, own = self._register, uuid.uuid4().hex
-        register.say_gone(self._rank, is_gone=False)
         end = time.monotonic() + self._limit_s
         while True:
             self._attempt = self._now()

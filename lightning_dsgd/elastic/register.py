@@ -9,7 +9,7 @@
     next         how many numbers newcomers have been given
     shards       how many ranks hold a replica together
     row/1        the attempt in which the ranks of row 1 gather: see `gathering`
-    gone/3       rank 3 is not started again
+    gone/3       rank 3 is not started again, unless its node's launcher is
     size         how many nodes there are at the start, and how many ranks each of them has
     started      how many ranks were started besides these
     supervisors  how many supervisors have started them

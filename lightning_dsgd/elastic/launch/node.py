@@ -112,6 +112,8 @@ class NodeRegister:
             register.write_size(place.nodes, place.ranks)
         elif place.joins:
             self._find_training(register)
+        for number in self._numbers:  # which an earlier supervisor of this node may have given up
+            register.say_gone(number, is_gone=False)
         yield
         self._register = None
 
@@ -184,12 +186,13 @@ class NodeRegister:
         return trained
 
     def gone_of_row(self, number: int) -> list[int]:
-        """Returns the ranks that are not started again of those that hold a rank's replica."""
+        """Returns the ranks that are not started again of the others that hold a rank's replica."""
 
         def gone(register: Register) -> list[int]:
             num_shards = register.num_shards()
             begin = number - number % num_shards
-            return [n for n in range(begin, begin + num_shards) if register.is_gone(n)]
+            row = range(begin, begin + num_shards)
+            return [n for n in row if n != number and register.is_gone(n)]
 
         none: list[int] = []
         return self.ask(gone, default=none)

@@ -227,6 +227,21 @@ def test_a_rank_comes_back_with_the_others_of_its_replica_or_none_of_them(tmp_pa
     assert "rank 3 is not started again: rank 2, which holds its replica with it, is not" in said
 
 
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_rank_that_was_given_up_counts_again_once_its_launcher_is_started_again(
+    num_shards, tmp_path
+):
+    keeper = Register("127.0.0.1", 0, 20.0, serves=True)
+    keeper.say_survives(can_be_joined=True, num_shards=num_shards)
+    keeper.say_gone(2)
+    ours = supervisor.Supervisor(["true"], Place(2, 2, 1, "127.0.0.1", keeper.port), tmp_path, 1, 1)
+    with ours._told.open():
+        assert ours._told.gone_of_row(3) == []
+        keeper.say_gone(2)
+        assert ours._told.gone_of_row(2) == []
+        assert ours._told.gone_of_row(3) == [2] * (num_shards == 2)
+
+
 def test_a_process_that_is_started_by_hand_while_others_train_a_loop_is_told(monkeypatch):
     keeper = Register("127.0.0.1", 0, 20.0, serves=True)
     keeper.say_survives(can_be_joined=True)
