@@ -66,7 +66,7 @@ def take(net: Transport, giver: int) -> dict[str, Any]:
     except Exception as err:
         raise ValueError(
             "what callbacks and modules save must be tensors, numbers, text, lists and dicts for a "
-            f"rank to join, got from the first member: {err}; change their state_dict"
+            f"rank to join, got from the rank that gives its state: {err}; change their state_dict"
         ) from err
     return state
 
