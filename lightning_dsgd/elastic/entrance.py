@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ from lightning_dsgd.transport.host_names import await_name, source_of
 from lightning_dsgd.transport.processes import CPU, ProcessTransport
 from lightning_dsgd.transport.rendezvous import outlives_ranks
 from lightning_dsgd.transport.wire import TCPWire
+
+T = TypeVar("T")
 
 
 class NewcomerTransport(ProcessTransport):
@@ -99,6 +101,8 @@ class Entrance:
         self._newcomer: NewcomerTransport | None = None
         self._number = -1
         """The number of this newcomer."""
+        self._gathering: Gathering | None = None
+        """This newcomer's way to those that hold a replica with it; None: it comes alone."""
 
     @property
     def register(self) -> Register | None:
@@ -171,8 +175,17 @@ class Entrance:
             return
         begin = rank - rank % num_shards
         limits = opening.chosen["startup_timeout_s"], opening.torch_waits_s
-        gathering = Gathering(register, rank, range(begin, begin + num_shards), *limits)
-        self._number = gathering.gather(world_size)
+        self._gathering = Gathering(register, rank, range(begin, begin + num_shards), *limits)
+        self._number = self._gathering.gather(world_size)
+
+    def in_row(self, work: Callable[[], T], what: str) -> T:
+        """Returns what `work` gives, which newcomers of one replica do together: they watch it.
+
+        Args:
+            work: what they do
+            what: what it does, for errors
+        """
+        return work() if self._gathering is None else self._gathering.watch(work, what)
 
     def come_later(self, device: torch.device) -> NewcomerTransport:
         """Returns a newcomer's network; its ranks let this one in later: see `ask_to_join`."""
@@ -204,7 +217,7 @@ class Entrance:
         secret = register.secret()
         register.write_card(net.rank, (host, port, secret))
         register.say_left(has_left=False)  # if it did, it has come back
-        await_group()  # now each of them can reach the others
+        self.in_row(await_group, "meet")  # now each of them can reach the others
         cards = register.cards(net.rank, world_size)
         limit = self._opening.chosen["timeout_s"]
         net.join(cards, bytes.fromhex(secret), min_ranks, limit, groups)

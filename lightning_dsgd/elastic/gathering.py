@@ -13,22 +13,31 @@ whatever time.  They gather, in one attempt or several:
     all k are there       the first of them takes k numbers for all, and writes them; then all
                           connect a process group, whose keys name the attempt
     the next attempt is begun before all are there       who waits goes there as well
-    the next attempt is begun while the group connects   a rank of this one has ended: an error
+    the next attempt is begun while these work together  a rank of this one has ended: an error
 
-Whoever looks for both looks first whether all are there, which stays true.  So of all that have
-come to one attempt, none goes on to the next where another stays.
+Whoever looks for both looks first whether all are there.  A rank may still leave an attempt that
+the last one makes whole just then: those that go on with it find the next one begun, which is an
+error, and are started again.
 
 **Why two starts of a rank never mix.**  The launcher starts a rank again once its process has
-ended.  A place in an attempt is written once, and a later process finds it taken.
+ended.  A rank is written into an attempt once, and a later process of it finds that done.
 
 **Why nobody waits for ever.**  A rank that ends before all are there is started again, and begins
-another attempt, to which the others go; so does one that ends while the group connects, and then
-the others end too, and are started again.  A rank that is not started again is `gone`: its launcher
-says so, and the others end at once.  Beyond that, a process waits for `limit_s` at each of the two
-points, and names whom it waits for.  Once the group is connected, the end of a rank ends every
-collective in it (`Row.meet`); and from `Entrance.ask_to_join` on the mesh watches.
+another attempt, to which the others go.  A rank that is not started again is `gone`: its launcher
+says so, and the others end at once.  Beyond that, a process waits for `limit_s`, and names whom it
+waits for.
 
-Threads: the training thread; one more connects the process group, and is left behind if it hangs.
+What the row does together before the mesh watches it is done under `watch`, which sees both too: a
+rank that ends meanwhile ends the others, which are started again, and each such work has `limit_s`.
+
+    connect the process group
+    lay the mesh of devices, which makes groups over the store: no end of a rank ends that by itself
+    meet, before each asks to join (`Entrance.ask_to_join`)
+
+Between these stand collectives of the user's `configure_model`.  The end of a process ends them, as
+its connections end; of a machine that falls silent, they wait for `torch_waits_s`.
+
+Threads: the training thread; one more for each such work, which is left behind if that hangs.
 """
 
 from __future__ import annotations
@@ -37,13 +46,15 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import torch.distributed as dist
 
 from lightning_dsgd.elastic.register import GOES_ON, Register
 from lightning_dsgd.transport.contract import PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.rendezvous import Task
+
+T = TypeVar("T")
 
 _LOOK_EVERY_S: Final = 0.1
 
@@ -97,7 +108,7 @@ class Gathering:
             numbers = register.new_numbers(len(self._row), first_size)
             register.say(self._of("number"), str(numbers[0]))
             register.read(self._of("number"))  # the store knows, before the others ask it
-        self._watch(self._connect)
+        self.watch(self._connect, "connect")
         return int(register.read(self._of("number"))) + self._place
 
     def _now(self) -> int:
@@ -116,20 +127,25 @@ class Gathering:
                 return True
             if self._now() != self._attempt:
                 return False
-            self._check(missing)
+            self._check()
             if time.monotonic() > end:
                 listed = " and ".join(map(str, missing))
                 raise Timeout(
-                    f"the ranks {' and '.join(map(str, self._row))} must be started again within "
+                    f"{self._in_words} must be started again within "
                     f"startup_timeout_s={self._limit_s:g}, as they hold a replica together, but "
                     f"rank {listed} has not come; look at what its launcher printed"
                 )
             time.sleep(_LOOK_EVERY_S)
 
-    def _check(self, missing: Sequence[int]) -> None:
-        """Raises where to wait for these ranks is in vain."""
+    @property
+    def _in_words(self) -> str:
+        return f"the ranks {' and '.join(map(str, self._row))}"
+
+    def _check(self) -> None:
+        """Raises where to wait for the others of the row is in vain."""
         register = self._register
-        gone = [rank for rank in missing if register.is_gone(rank)]
+        others = [rank for rank in self._row if rank != self._rank]
+        gone = [rank for rank in others if register.is_gone(rank)]
         if gone:
             raise PeerLost(gone[0], f"is not started again, and rank {self._rank} joins with it")
         training = register.training()
@@ -148,18 +164,38 @@ class Gathering:
             timeout=timedelta(seconds=self._torch_waits_s),
         )
 
-    def _watch(self, connect: Callable[[], Any]) -> None:
-        """Has the process group connected; raises if that cannot come about any more."""
-        task, end = Task(connect), time.monotonic() + self._limit_s
+    def watch(self, work: Callable[[], T], what: str) -> T:
+        """Returns what `work` gives, which all ranks of the row do together, once they are there.
+
+        Args:
+            work: is called in another thread, which is left behind if `work` does not return
+            what: what they do, for errors: "connect"
+
+        Raises:
+            PeerLost: if one of them is not started again
+            Timeout: if it takes longer than the limit
+            TransportError: if one of them has ended, or training does not go on
+        """
+        task, end = Task(work), time.monotonic() + self._limit_s
         while not task.wait(_LOOK_EVERY_S):
             if self._now() != self._attempt:
                 raise TransportError(
-                    f"the ranks {' and '.join(map(str, self._row))} gather anew, as one of them "
-                    f"has ended while rank {self._rank} connected to it"
+                    f"{self._in_words} gather anew, as one of them has ended while they were to "
+                    f"{what}"
                 )
+            self._check()
             if time.monotonic() > end:
                 raise Timeout(
-                    f"rank {self._rank} has waited {self._limit_s:g} s to connect to the others of "
-                    f"the ranks {' and '.join(map(str, self._row))}, which join with it"
+                    f"{self._in_words} must {what} within startup_timeout_s={self._limit_s:g}, as "
+                    f"they join together, but rank {self._rank} waits still; look at what the "
+                    "others printed"
                 )
-        task.result()
+        try:
+            return task.result()
+        except TransportError:
+            raise
+        except RuntimeError as err:
+            raise TransportError(
+                f"{self._in_words} must {what}, as they join together, got {err}; look at what the "
+                "others printed"
+            ) from err

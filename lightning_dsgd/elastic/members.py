@@ -188,6 +188,9 @@ class Members(Ranks):
                 "checkpoint"
             )
 
+    def in_row(self, work: Callable[[], T], what: str) -> T:
+        return self._entrance.in_row(work, what)
+
     def open_network(self, open_network: Callable[[], Transport]) -> Transport:
         if self.session.takes_part:
             return open_network()

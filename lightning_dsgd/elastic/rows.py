@@ -51,7 +51,7 @@ class Row(Protocol):
         """Waits for the other ranks of the row, which call it too, before it is in a view.
 
         Raises:
-            TransportError: if one of them has ended
+            RuntimeError: if one of them has ended
         """
         ...
 

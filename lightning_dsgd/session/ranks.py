@@ -93,6 +93,15 @@ class Ranks:
             num_shards: how many ranks hold a replica together
         """
 
+    def in_row(self, work: Callable[[], T], what: str) -> T:
+        """Returns what `work` gives, which the ranks of a replica do together before they train.
+
+        Args:
+            work: what they do
+            what: what it does, for errors: "connect"
+        """
+        return work()
+
     def open_network(self, open_network: Callable[[], Transport]) -> Transport:
         """Returns the network over which this rank trains."""
         return open_network()

@@ -17,6 +17,7 @@ the strategies whose ranks hold the whole model:
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import Any, Final, Unpack
 
 import torch.distributed as dist
@@ -63,7 +64,7 @@ class MeshStrategy(ModelParallelStrategy):
         # The process group of newcomers is of their replica alone.
         there = replicas * dist.get_world_size() // self.world_size
         shape = there, *sizes
-        self.whole_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=_NAMES)
+        self.whole_mesh = self._laid(shape)
         self._device_mesh = self.whole_mesh["data_parallel", "tensor_parallel"]
         if self.lightning_module is not None:
             seams.give_mesh(self.lightning_module, self._device_mesh)
@@ -71,6 +72,10 @@ class MeshStrategy(ModelParallelStrategy):
     def setup_distributed(self) -> None:
         """Makes the process group, or finds it there."""
         self._setup_distributed()
+
+    def _laid(self, shape: tuple[int, ...]) -> DeviceMesh:
+        """Returns the mesh of a shape; all ranks of the process group call it."""
+        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=_NAMES)
 
     def _shape(self) -> tuple[int, int, int]:
         """Returns the number of replicas, and of a replica's ranks along both dimensions."""
@@ -148,6 +153,9 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
             )
 
     # ---- ranks ----
+
+    def _laid(self, shape: tuple[int, ...]) -> DeviceMesh:
+        return self.session.ranks.in_row(partial(super()._laid, shape), "lay their mesh")
 
     @property
     def _mesh(self) -> DeviceMesh:

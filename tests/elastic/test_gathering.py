@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -142,7 +144,7 @@ def test_a_rank_that_ends_while_all_connect_ends_the_others() -> None:
         until(lambda: "row/1/0/connected/0" in table.texts)
         return gather(Process(table), 3)
 
-    first = "the ranks 2 and 3 gather anew, as one of them has ended while rank 2 connected to it"
+    first = "the ranks 2 and 3 gather anew, as one of them has ended while they were to connect"
     (error, number), other = in_threads(
         lambda: (gather(Process(table), 2), gather(Process(table), 2)), again
     )
@@ -156,6 +158,61 @@ def test_a_rank_that_is_not_started_again_is_not_waited_for() -> None:
     error = gather(process, 2)
     assert isinstance(error, PeerLost)
     assert "rank 3 is not started again, and rank 2 joins with it" in str(error)
+
+
+@pytest.mark.parametrize("row", [ROW, (0, 1, 2, 3)])
+def test_a_rank_that_has_come_and_is_not_started_again_is_not_waited_for(
+    row: tuple[int, ...],
+) -> None:
+    process = Process(Table())
+    key = f"row/{row[0] // len(row)}/0/3"
+    process.say(key, "a process that has ended")
+    process.say_gone(3)
+    assert "rank 3 is not started again, and rank 2 joins with it" in str(gather(process, 2, row))
+
+
+def in_row(table: Table, limit_s: float = 60.0) -> Gathers:
+    """Rank 2, once its row has gathered."""
+    row = Gathers(Process(table), 2)
+    in_threads(lambda: row.gather(FIRST_SIZE), lambda: gather(Process(table), 3))
+    row._limit_s = limit_s
+    return row
+
+
+def test_what_a_row_does_together_ends_with_a_rank_of_it() -> None:
+    table, ends = Table(), threading.Event()
+    row = in_row(table)
+    assert row.watch(lambda: 7, "meet") == 7
+
+    def again() -> None:
+        """Rank 3 is started again, and then given up."""
+        process = Process(table, lambda: ends.is_set() and sys.exit())
+        with contextlib.suppress(SystemExit):
+            gather(process, 3)
+
+    later = threading.Thread(target=again)
+    later.start()
+    with pytest.raises(
+        TransportError, match=r"ranks 2 and 3 gather anew, .* were to lay their mesh"
+    ):
+        row.watch(lambda: ends.wait(60.0), "lay their mesh")
+    ends.set()
+    later.join()
+    row._attempt = row._now()
+    Process(table).say_gone(3)
+    with pytest.raises(PeerLost, match="rank 3 is not started again, and rank 2 joins with it"):
+        row.watch(lambda: threading.Event().wait(60.0), "meet")
+
+
+def test_what_a_row_does_together_fails_with_its_ranks_named() -> None:
+    def fail() -> None:
+        raise RuntimeError("connection reset")
+
+    row = in_row(Table(), 0.05)
+    with pytest.raises(TransportError, match=r"ranks 2 and 3 must meet, .*, got connection reset;"):
+        row.watch(fail, "meet")
+    with pytest.raises(Timeout, match=r"ranks 2 and 3 must meet within .*, but rank 2 waits still"):
+        row.watch(lambda: threading.Event().wait(60.0), "meet")
 
 
 def test_nobody_is_waited_for_once_training_is_over() -> None:

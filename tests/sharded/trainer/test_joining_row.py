@@ -99,6 +99,7 @@ def test_a_replica_that_has_lost_a_rank_comes_back(tmp_path: Path) -> None:
         (NAME, "fsdp", [(3, 1, "training_step", 12), (3, 2, "ask", 1)], [0, 1, 6, 7]),
         (NAME, "fsdp", [(3, 1, "training_step", 12), (2, 2, "take", 1)], [0, 1, 6, 7]),
         (NAME, "fsdp", [(3, 1, "training_step", 12), (2, 2, "configure_model", 1)], [0, 1, 6, 7]),
+        (NAME, "tensor", [(3, 1, "training_step", 12), (3, 2, "mesh", 1)], [0, 1, 6, 7]),
         # One row after the other.
         (
             "dpsgd",

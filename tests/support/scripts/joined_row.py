@@ -96,7 +96,7 @@ class Steady(Sharded):
 def main(folder: Path, name: str, parallel: str, deaths: list[list[Any]]) -> None:
     torch.set_num_threads(1)
     places = Places(folder, deaths)
-    ask, take = Survival.ask, handover.take
+    ask, take, laid = Survival.ask, handover.take, ShardedStrategy._laid
 
     def ask_and_die(*args: Any) -> None:
         ask(*args)
@@ -106,7 +106,12 @@ def main(folder: Path, name: str, parallel: str, deaths: list[list[Any]]) -> Non
         places.come_to("take")
         return take(*args)
 
+    def die_and_lay(*args: Any) -> Any:
+        places.come_to("mesh")
+        return laid(*args)
+
     Survival.ask, handover.take = ask_and_die, take_and_die  # type: ignore[method-assign]
+    ShardedStrategy._laid = die_and_lay  # type: ignore[method-assign]
     strategy = ShardedStrategy(
         name,
         num_replicas=2,
