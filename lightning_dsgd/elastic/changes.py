@@ -125,8 +125,8 @@ class Changes:
         """Returns which rank of the view gives each newcomer its state."""
         givers = {}
         for newcomer in newcomers:
-            place = self._place(view.members[newcomer])
-            have_it = [r for r, n in enumerate(view.members) if self._place(n) == place]
+            column = self._column(view.members[newcomer])
+            have_it = [r for r, n in enumerate(view.members) if self._column(n) == column]
             givers[newcomer] = min({*have_it}.difference(newcomers), default=-1)
             if givers[newcomer] < 0:  # their members were lost while these came
                 raise TransportError(
@@ -136,7 +136,7 @@ class Changes:
                 )
         return givers
 
-    def _place(self, number: int) -> int:
+    def _column(self, number: int) -> int:
         """Returns which shard the rank of a number holds."""
         return number % len(self._rows[0]) if self._rows else 0
 

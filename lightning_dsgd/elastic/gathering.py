@@ -81,7 +81,7 @@ class Gathering:
         self._torch_waits_s = torch_waits_s
         self._register = register
         self._rank, self._row, self._limit_s = rank, row, limit_s
-        self._place = row.index(rank)
+        self._column = row.index(rank)
         self._key = f"row/{row[0] // len(row)}"
         self._attempt = 0
 
@@ -104,12 +104,12 @@ class Gathering:
                 register.replace(self._key, before, str(self._attempt + 1))
             elif self._await_all(end):
                 break
-        if self._place == 0:
+        if self._column == 0:
             numbers = register.new_numbers(len(self._row), first_size)
             register.say(self._of("number"), str(numbers[0]))
             register.read(self._of("number"))  # the store knows, before the others ask it
         self.watch(self._connect, "connect")
-        return int(register.read(self._of("number"))) + self._place
+        return int(register.read(self._of("number"))) + self._column
 
     def _now(self) -> int:
         """Returns the attempt in which the row gathers now."""
@@ -159,7 +159,7 @@ class Gathering:
         dist.init_process_group(
             "gloo",
             store=self._register.store(self._of("group")),
-            rank=self._place,
+            rank=self._column,
             world_size=len(self._row),
             timeout=timedelta(seconds=self._torch_waits_s),
         )

@@ -6,10 +6,10 @@
 A lost rank takes its row out of the training.  The ranks of that row cannot go on, as FSDP's groups
 cannot take a new member; so all of them end, and come again together, as newcomers (`gathering`).
 
-**Numbers.**  The ranks of a Trainer's replica are consecutive: rank n is in row n // k, at place
-n % k, and those of one place are a column.  Newcomers keep to that: a row of them takes k numbers
-at once, from a multiple of k on.  So nobody keeps a table of rows that have come.  The mesh of a
-loop in plain PyTorch may have other rows; nobody joins a loop.
+**Numbers.**  The ranks of a Trainer's replica are consecutive: rank n is in row n // k and in
+column n % k.  Newcomers keep to that: a row of them takes k numbers at once, from a multiple of k
+on.  So nobody keeps a table of rows that have come.  The mesh of a loop in plain PyTorch may have
+other rows; nobody joins a loop.
 
 **No snapshot.**  What a newcomer needs, its column has: the others there hold the same shard, and
 the optimizer's state for it, on other nodes, as it is now.  The first of them that is no newcomer

@@ -95,8 +95,8 @@ class MeshSharding(Sharding):
             rows: the ranks of each replica at the start; the view has all of a replica's, or none
         """
         row_of = {rank: row for row in rows for rank in row}
-        place = self.members[0] % self.num_shards
-        new = [n for n in members if n not in row_of and n % self.num_shards == place]
+        column = self.members[0] % self.num_shards
+        new = [n for n in members if n not in row_of and n % self.num_shards == column]
         left = sorted((rank for rank in self.members if rank in members), key=row_of.__getitem__)
         return MeshSharding(tuple(map(members.index, [*left, *sorted(new)])), len(members))
 

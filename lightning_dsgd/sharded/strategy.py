@@ -179,8 +179,8 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
     @property
     def _sharding(self) -> MeshSharding:
         """Which ranks of the start hold this rank's shard."""
-        place = self.global_rank % self._num_shards
-        return MeshSharding(tuple(range(place, self.world_size, self._num_shards)), self.world_size)
+        column = range(self.global_rank % self._num_shards, self.world_size, self._num_shards)
+        return MeshSharding(tuple(column), self.world_size)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -82,9 +82,9 @@ class Gathers(Gathering):
         super().__init__(register, rank, row, 60.0, 60.0)
 
     def _connect(self) -> None:
-        keys = [self._of(f"connected/{place}") for place in range(len(self._row))]
+        keys = [self._of(f"connected/{column}") for column in range(len(self._row))]
         table = self._register.table  # type: ignore[attr-defined]
-        table.texts[keys[self._place]] = "yes"
+        table.texts[keys[self._column]] = "yes"
         end = time.monotonic() + 60.0
         while not all(table.texts.get(key) for key in keys) and time.monotonic() < end:
             time.sleep(0.001)  # between two looks

@@ -229,8 +229,8 @@ def train_and_let_in(
         texts = everyones(view.sub("begun"), json.dumps([begun[0], took_in[0]]))
         told = [int(json.loads(text)[0]) for text in texts]
         new = takers([json.loads(text)[1] for text in texts])
-        places = {n % num_shards for r, n in enumerate(view.members) if r not in new}
-        if len(places) < num_shards:
+        columns = {n % num_shards for r, n in enumerate(view.members) if r not in new}
+        if len(columns) < num_shards:
             raise TransportError("nobody is left that holds some shard")
         inside = view.sub("replica")
         mine = column(inside)
