@@ -40,9 +40,19 @@ def where(folder: Path, rank: int) -> dict[str, Any]:
 
 def await_return(folder: Path, members: list[int]) -> None:
     """Until all ranks have trained in that view, and then in another epoch."""
-    until(lambda: all(where(folder, rank)["members"] == members for rank in range(4)))
-    epoch = max(where(folder, rank)["epoch"] for rank in range(4))
-    until(lambda: all(where(folder, rank)["epoch"] > epoch + 1 for rank in range(4)))
+    ranks = range(len(members))
+    until(lambda: all(where(folder, rank)["members"] == members for rank in ranks))
+    epoch = max(where(folder, rank)["epoch"] for rank in ranks)
+    until(lambda: all(where(folder, rank)["epoch"] > epoch + 1 for rank in ranks))
+
+
+def begun_with(folder: Path) -> dict[int, dict[int, Any]]:
+    """What each rank has begun with in each view."""
+    begun: dict[int, dict[int, Any]] = {}
+    for file in folder.glob("view_*"):
+        _, number, rank = file.name.split("_")
+        begun.setdefault(int(number), {})[int(rank)] = json.loads(file.read_text())
+    return begun
 
 
 def check_end(folder: Path, members: list[int], said: str) -> None:
@@ -53,10 +63,7 @@ def check_end(folder: Path, members: list[int], said: str) -> None:
     assert ends[0]["members"] == members
     shares = [where(folder, rank)["shares"] for rank in range(4)]
     assert len({(each["num_replicas"], each["rank"]) for each in shares}) in (2, 4)
-    begun: dict[int, dict[int, Any]] = {}
-    for file in folder.glob("view_*"):
-        _, number, rank = file.name.split("_")
-        begun.setdefault(int(number), {})[int(rank)] = json.loads(file.read_text())
+    begun = begun_with(folder)
     newest = begun[max(begun)]
     assert sorted(newest) == members
     for new in members[2:]:
@@ -88,6 +95,21 @@ def test_a_replica_that_has_lost_a_rank_comes_back(tmp_path: Path) -> None:
     said = lose(tmp_path, NAME, "fsdp", [(3, 1, "training_step", 12)], [0, 1, 4, 5])
     assert "rank 2 started again" in said
     assert "rank 3 started again" in said
+
+
+def test_a_replica_has_the_state_of_one_other_though_the_first_giver_is_lost(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 has given its state, and rank 1 dies in place of that."""
+    deaths = [(5, 1, "training_step", 12), (1, 1, "give", 1)]
+    with job(tmp_path, NAME, "fsdp", deaths, ranks=6) as launched:
+        await_return(tmp_path, [2, 3, 6, 7, 8, 9])
+        (tmp_path / "end").touch()
+        assert launched.end() == 0, launched.said("stderr")
+    [begun] = [each for each in begun_with(tmp_path).values() if sorted(each) == [2, 3, 6, 7]]
+    assert (begun[6], begun[7]) == (begun[2], begun[3])
+    said = "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
+    assert "replica of ranks 6 and 7 joined (started as 4 and 5)" in said
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ class Steady(Sharded):
 def main(folder: Path, name: str, parallel: str, deaths: list[list[Any]]) -> None:
     torch.set_num_threads(1)
     places = Places(folder, deaths)
-    ask, take, laid = Survival.ask, handover.take, ShardedStrategy._laid
+    ask, take, give = Survival.ask, handover.take, handover.give
+    laid, num_ranks = ShardedStrategy._laid, int(os.environ["WORLD_SIZE"])
 
     def ask_and_die(*args: Any) -> None:
         ask(*args)
@@ -106,15 +107,20 @@ def main(folder: Path, name: str, parallel: str, deaths: list[list[Any]]) -> Non
         places.come_to("take")
         return take(*args)
 
+    def die_and_give(*args: Any) -> None:
+        places.come_to("give")
+        give(*args)
+
     def die_and_lay(*args: Any) -> Any:
         places.come_to("mesh")
         return laid(*args)
 
     Survival.ask, handover.take = ask_and_die, take_and_die  # type: ignore[method-assign]
+    handover.give = die_and_give
     ShardedStrategy._laid = die_and_lay  # type: ignore[method-assign]
     strategy = ShardedStrategy(
         name,
-        num_replicas=2,
+        num_replicas=num_ranks // 2,
         tensor_parallel_size=1 if parallel == "fsdp" else 2,
         timeout_s=60.0,
         heartbeat_timeout_s=20.0,
@@ -123,9 +129,9 @@ def main(folder: Path, name: str, parallel: str, deaths: list[list[Any]]) -> Non
     )
     saver = ModelCheckpoint(folder, "saved", save_last=True)
     saving: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True}
-    train = trainer(strategy, 4, max_epochs=1000, gradient_clip_val=1.0, **saving)
+    train = trainer(strategy, num_ranks, max_epochs=1000, gradient_clip_val=1.0, **saving)
     model = Steady(folder, places, parallel)
-    train.fit(model, loader(4 * 80), loader(32))
+    train.fit(model, loader(num_ranks * 80), loader(32))
     end = {
         "weights": whole(model).tolist(),
         "epoch": train.current_epoch,
