@@ -5,7 +5,8 @@
     Trainer(strategy="ddp_wagma")    the same strategy as "wagma", for a library that trains several
                                      ranks only where it finds "ddp" in the name
     Trainer(strategy="wagam")        Lightning refuses it: what may have been meant is added
-    Trainer(strategy="wagma:overlap=true")    the same: Lightning's names have no options
+    Trainer(strategy="wagma:overlap=true")    the same: Lightning's names have no options; what to
+                                     write is added, or what is wrong with the options
 
 Where the last is told is private to Lightning: where a version has it no more, Lightning's own
 error stays as it was.
@@ -22,12 +23,14 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.algorithms import ALL_ALGORITHMS, BY_UNITS
-from lightning_dsgd.algorithms.written import meant
+from lightning_dsgd.algorithms import ALL_ALGORITHMS, BY_UNITS, make_algorithm
+from lightning_dsgd.algorithms.written import as_code, meant
 from lightning_dsgd.hyperparameters import NAMES_ALIKE
 
 ALIAS: Final = "ddp_"
 """With this before it each name is registered once more; tables and listings leave that out."""
+_DATA: Final = "data="
+"""Stands in a name's options for how batches are dealt, as `lightning-dsgd why` writes it."""
 
 
 def make_known(registry: Any, strategy: type, by_units: type) -> None:
@@ -59,6 +62,39 @@ def hint(name: str, others: Collection[str] = ()) -> str:
     return f"Did you mean {meant}, of lightning_dsgd? `lightning-dsgd strategies` lists its names."
 
 
+def _more(given: Any, write: Callable[[Algorithm], str], registered: set[str]) -> str:
+    """Returns what to write in place of a strategy that Lightning refuses; empty: nobody knows."""
+    if isinstance(given, str):
+        ours = {*ALL_ALGORITHMS, *(f"{ALIAS}{own}" for own in ALL_ALGORITHMS)}
+        if ":" not in given:
+            return hint(given, registered - ours)
+        text = _in_place_of_options(given, write) or hint(given, registered - ours)
+        return text and f"Names take no options. {text}"
+    found = meant(given)
+    return "" if found is None else f"Write strategy={write(found)}."
+
+
+def _in_place_of_options(given: str, write: Callable[[Algorithm], str]) -> str:
+    """Returns what to write for one of our names with options; empty: the name is none of ours.
+
+    Args:
+        given: the name, with options of its algorithm and perhaps with `data`, the strategy's own
+        write: see `hint_in`
+    """
+    name, *options = given.lower().removeprefix(ALIAS).split(":")
+    if name not in ALL_ALGORITHMS:
+        return ""
+    dealt = [each for each in options if each.startswith(_DATA)]
+    others = [each for each in options if each not in dealt]
+    try:
+        call = write(make_algorithm(":".join([name, *others])))
+    except ValueError as error:
+        return f"Besides, {error}"
+    for each in dealt[-1:]:
+        call = f"{call.removesuffix(')')}, data={as_code(each.removeprefix(_DATA))})"
+    return f"Write strategy={call}."
+
+
 def _bare(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower()).removesuffix("strategy")
 
@@ -81,15 +117,7 @@ def hint_in(module: str, connector: str, write: Callable[[Algorithm], str]) -> N
                 if "invalid strategy name" not in str(error):
                     raise
                 given = getattr(self, "_strategy_flag", None)
-                found = meant(given)
-                if found is not None:
-                    more = f"Write strategy={write(found)}."
-                elif isinstance(given, str):
-                    ours = {*ALL_ALGORITHMS}
-                    theirs = set(getattr(self, "_registered_strategies", ())) - ours
-                    more = hint(given, theirs - {f"{ALIAS}{own}" for own in ours})
-                else:
-                    more = ""
+                more = _more(given, write, set(getattr(self, "_registered_strategies", ())))
                 if not more:
                     raise
                 raise ValueError(f"{error}. {more}") from None  # ours: told in a line

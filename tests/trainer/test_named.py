@@ -118,7 +118,12 @@ def test_a_strategy_takes_a_name_with_options() -> None:
     [
         ("wagma:overlap=true", r"Write .*\.DecentralizedStrategy\(.*\.WAGMA\(overlap=True\)\)"),
         ("balanced:backups=false", r"Write .*\.BalancedStrategy\(.*\.Balanced\(backups=False\)\)"),
-        ("wagma:overlapp=true", 'Did you mean "wagma"'),
+        ("ddp_wagma:overlap=true", r"Write .*WAGMA\(overlap=True\)\)"),
+        ("popsgd:data=claimed", r'Write .*Strategy\(.*\.PopSGD\(\), data="claimed"\)\.'),
+        ("balanced:data=equal:backups=false", r'Balanced\(backups=False\), data="equal"\)\.'),
+        ("wagma:overlapp=true", "Names take no options.* overlapp.*did you mean overlap"),
+        ("wagma:group_size=abc", "Names take no options.*group_size must be .*'abc'"),
+        ("wagam:overlap=true", 'Names take no options.*Did you mean "wagma"'),
     ],
 )
 def test_the_trainer_takes_no_options_in_a_name_and_says_what_to_write(
