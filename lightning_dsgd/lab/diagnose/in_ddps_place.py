@@ -97,16 +97,23 @@ def strategies(times: Times, verdict: Verdict, ddp: Tensor, asked: Sequence[str]
     # Ranks validate together whatever the strategy.
     validation = times.by_step(times.parts[PARTS.index("validation")])
     own, together = times.by_step(times.own) - validation + _STEP_S, validation.max(1).values
-    gains: dict[tuple[str, str], list[float]] = {}  # of what is simulated, which takes long
+    gains: dict[tuple[str, str, bool], list[float]] = {}  # what is simulated takes long
 
-    def simulated(name: str, choice: Choice, *, is_asked: bool = False) -> Remedy:
-        key = choice.strategy, choice.data
-        passes_s = passes.seconds(times, choice.strategy)
+    def foretold(name: str, choice: Choice, passes_s: Tensor | None) -> Remedy:
+        key = choice.strategy, choice.data, passes_s is not None
         if key not in gains:
             longer = own if passes_s is None else own + passes_s
             gains[key] = _gains(choice, times, ddp, longer, float(together.mean()))
-        found = _with_messages(_of_gains(name, choice, gains[key]), times, ddp)
-        return replace(_with_passes(found, ddp, passes_s), is_asked=is_asked)
+        return _with_messages(_of_gains(name, choice, gains[key]), times, ddp)
+
+    def simulated(name: str, choice: Choice, *, is_asked: bool = False) -> Remedy:
+        passes_s = passes.seconds(times, choice.strategy)
+        takes_some = passes_s is not None and bool(passes_s.any())
+        found = hidden = foretold(name, choice, None)
+        if takes_some:
+            found = foretold(name, choice, passes_s)
+        high = max(found.high, hidden.high)
+        return replace(found, high=high, passes_s=_longest(passes_s), is_asked=is_asked)
 
     known = {name: chosen(name, times.num_ranks) for name in ("claimed", "wagma")}
     more = [] if times.link is None else of_situation(verdict, times.num_ranks)
@@ -134,26 +141,29 @@ def _balanced(times: Times, ddp: Tensor, *, is_of_home: bool) -> Remedy:
     ranks = some_ranks(times.by_step(times.own), _SHARING_RANKS)
     steps = min(max(_LEAST_SHARED, _SHARED // len(ranks)), times.num_steps)
     gains: dict[int, list[float]] = {}
+    hidden: dict[int, list[float]] = {}
+    """The gains where passes over memory cost nothing."""
     for begin in _stretches(steps, times.num_steps):
         stretch = slice(begin, begin + steps)
         for num_units, taken_s in passes_s.items():
             work, besides_s = sharing.work_of(
                 times, stretch, ranks, num_units=num_units, is_of_home=is_of_home
             )
-            step_s = sharing.shared_s(work) / steps + besides_s
-            step_s += 0.0 if taken_s is None else float(taken_s.max())
-            gains.setdefault(num_units, []).append(float(ddp[stretch].mean()) / step_s)
+            ddp_s, step_s = float(ddp[stretch].mean()), sharing.shared_s(work) / steps + besides_s
+            longer_s = step_s + (_longest(taken_s) or 0.0)
+            gains.setdefault(num_units, []).append(ddp_s / longer_s)
+            hidden.setdefault(num_units, []).append(ddp_s / step_s)
     best = max(gains, key=lambda num_units: sum(gains[num_units]))
     longer = 1.0 if times.num_units > 1 else _OF_A_PART
-    found = Remedy(
+    return Remedy(
         "balanced",
         what_of("balanced", times.num_ranks),
         paste_of("balanced", times.num_ranks, units=best if best in _PARTS[1:] else 0),
         sum(gains[best]) / len(gains[best]),
         min(gains[best]) / longer * (1 - MODEL),
-        max(gains[best]) * (1 + MODEL),
+        max(hidden[best]) * (1 + MODEL),
+        passes_s=_longest(passes_s[best]),
     )
-    return _with_passes(found, ddp, passes_s[best])
 
 
 def _units(times: Times) -> Sequence[int]:
@@ -257,12 +267,9 @@ def _with_messages(remedy: Remedy, times: Times, ddp: Tensor) -> Remedy:
     return replace(remedy, low=min(remedy.low, least))
 
 
-def _with_passes(remedy: Remedy, ddp: Tensor, passes_s: Tensor | None) -> Remedy:
-    """Notes what passes over devices' memory take; the upper end is for those that are hidden."""
-    if passes_s is None:
-        return replace(remedy, passes_s=None)
-    step_s, taken_s = float(ddp.mean()) / remedy.gain, float(passes_s.mean())
-    return replace(remedy, passes_s=taken_s, high=remedy.high * step_s / (step_s - taken_s))
+def _longest(passes_s: Tensor | None) -> float | None:
+    """Returns what passes take of the step of the rank whose memory is slowest; None: unknown."""
+    return None if passes_s is None else float(passes_s.max())
 
 
 # ---- sums with a byte for each entry ----
@@ -278,11 +285,11 @@ def _rounded(times: Times, ddp: Tensor) -> Remedy:
     own, pieces = times.by_step(times.own.max(1).values), pieces_of(times)
     passes_s = passes.seconds(times, chosen("int8", times.num_ranks).strategy)
     costs_s = _tickets_s(times) if times.is_on_device else _cores_s(times)
-    longer = own + (0.0 if passes_s is None else passes_s.max())
+    longer = own + (_longest(passes_s) or 0.0)
     found = drawn("int8", times, ddp, longer + _int8(times, costs_s), pieces=pieces)
     best = own + _int8(times, costs_s=0.0)
     high = float(ddp.mean() / best.mean()) * (1 + MODEL)
-    return replace(_with_passes(found, ddp, passes_s), high=max(found.high, high))
+    return replace(found, high=max(found.high, high), passes_s=_longest(passes_s))
 
 
 def _cores_s(times: Times) -> float:

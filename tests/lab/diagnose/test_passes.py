@@ -90,6 +90,23 @@ def test_the_slowest_memory_decides_where_ranks_wait_for_each_other() -> None:
     assert gains[1]["int8"] < 0.7 * gains[0]["int8"]
 
 
+def test_an_interval_holds_where_one_memory_is_far_slower() -> None:
+    told = {"clock": "device", "parameters": WEIGHTS, "memory_bytes_s": 100 * RATE}
+    traces = made.traces(made.at_random, ranks=4, steps=60, about=told)
+    traces[3] = replace(traces[3], about=told | {"memory_bytes_s": RATE})
+    seen = times_of(traces)
+    hidden = times_of(made.traces(made.at_random, ranks=4, steps=60, about=told))
+    found = remedies(seen, judge(seen), ["popsgd:data=claimed", "dpsgd"])
+    free = {remedy.name: remedy for remedy in remedies(hidden, judge(hidden), ["dpsgd"])}
+    assert {"wagma", "claimed", "int8", "balanced", "dpsgd"} <= {remedy.name for remedy in found}
+    for remedy in found:
+        assert 0 < remedy.low <= remedy.gain <= remedy.high, remedy
+        if remedy.name in ("wagma", "balanced", "int8"):
+            assert remedy.high >= free[remedy.name].gain, remedy.name
+    [wagma] = [remedy for remedy in found if remedy.name == "wagma"]
+    assert wagma.passes_s == pytest.approx(passes.BYTES["wagma:overlap=true"] * WEIGHTS / RATE)
+
+
 def test_on_cpus_nothing_is_added() -> None:
     _, without = foretold(clock="host")
     _, found = foretold(clock="host", memory_bytes_s=RATE)
