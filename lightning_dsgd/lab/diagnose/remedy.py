@@ -53,7 +53,7 @@ class Remedy:
         gain: how many times as fast the job would be
         low: the lower end of the interval
         high: its upper end
-        passes_s: what a strategy's passes over the slowest memory of a device take of a step; None: unknown
+        passes_s: what a strategy's passes over the slowest device's memory take; None: unknown
         is_asked: whether it is a strategy of which the user has asked
     """
 
