@@ -4,7 +4,7 @@ A line says what was given, what happens, and what to do.  All are warnings, as 
 avoids the loss.  Two lines name no loss, and are told: how many entries a sparse strategy sends;
 and what setting is meant for several nodes, or else what a strategy waits for that could train on.
 
-One line comes when the first epoch begins, as nobody knows before into what its batches are split.
+One line comes when an epoch begins, as nobody knows before into what its batches are split.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def tell(
 
 
 def tell_of_parts(session: Session[Any], balancing: Balancing, micro_batches: int | None) -> None:
-    """Warns, on the first rank, where BatchNorm sees parts of batches, and nobody chose that.
+    """Warns, on the first rank and once, where BatchNorm sees parts of batches by nobody's choice.
+
+    BatchNorm that is frozen, with statistics of its own, normalises by these.
 
     Args:
         session: the session whose training has begun an epoch
@@ -121,10 +123,14 @@ def tell_of_parts(session: Session[Any], balancing: Balancing, micro_batches: in
         micro_batches: see `Balanced`
     """
     num_parts, was_chosen = balancing.plan.num_parts, micro_batches is not None
-    if was_chosen or num_parts == 1 or balancing.num_epochs > 1 or not session.ranks.is_first:
+    if was_chosen or num_parts == 1 or balancing.has_told_of_parts:
         return
     assert session.training is not None, "an epoch is begun while a training is under way"
-    if any(isinstance(each, _BatchNorm) for each in session.training.replica.module.modules()):
+    balancing.has_told_of_parts = any(
+        isinstance(each, _BatchNorm) and (each.training or each.running_mean is None)
+        for each in session.training.replica.module.modules()
+    )
+    if balancing.has_told_of_parts and session.ranks.is_first:
         warnings.warn(
             'got a model with BatchNorm and strategy="balanced", which splits each batch into '
             f"{num_parts} micro-batches where a step has one batch of each rank: BatchNorm "

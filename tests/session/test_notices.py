@@ -227,6 +227,42 @@ def test_batch_norm_on_parts_of_batches_that_nobody_chose_is_told_once_on_rank_0
     assert all("into 4 micro-batches" in line and "set micro_batches=1" in line for line in first)
 
 
+def train_with_norm(accumulates: list[int], is_frozen: bool, has_statistics: bool) -> list[str]:
+    """What this rank is told of BatchNorm, in epochs with so many batches a step."""
+    norm = nn.BatchNorm1d(10, track_running_stats=has_statistics)
+    norm.train(not is_frozen)
+    model = nn.Sequential(norm, nn.Linear(10, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = DataLoader(TensorDataset(torch.ones(32, 10)), 8)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        dsgd.decentralized(model, optimizer, dsgd.Balanced(), timeout_s=30.0) as replica,
+    ):
+        warnings.simplefilter("always")
+        for accumulate in accumulates:
+            for batches in replica.steps(data, accumulate):
+                for (x,) in batches:
+                    model(x).mean().backward()
+                optimizer.step()
+    return [str(w.message) for w in caught if "micro-batches" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("accumulates", "is_frozen", "has_statistics", "is_said"),
+    [
+        ([2, 1, 1], False, True, True),
+        ([1], True, True, False),
+        ([1], True, False, True),
+    ],
+)
+def test_batch_norm_is_told_of_once_it_normalises_parts_of_batches(
+    accumulates: list[int], is_frozen: bool, has_statistics: bool, is_said: bool
+) -> None:
+    first, second = run(2, train_with_norm, accumulates, is_frozen, has_statistics)
+    assert second == []
+    assert len(first) == is_said
+
+
 def train_on_nodes(face: str) -> list[str]:
     """What this rank logs of nodes, where each rank has a node of its own."""
     names = "lightning_dsgd", "lightning.pytorch.utilities.rank_zero"

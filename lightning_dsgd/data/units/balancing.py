@@ -76,8 +76,8 @@ class Balancing:
     Attributes:
         unit: the unit in hand; NONE if there is none
         plan: the epoch that is under way
-        num_epochs: how many epochs are begun
         num_homes: how many ranks' batches make a step
+        has_told_of_parts: whether it was told that BatchNorm sees parts of batches
 
     Args:
         net: the network, with channels of its own
@@ -101,7 +101,8 @@ class Balancing:
         self._net, self._sums, self._ranks = net, sums, ranks
         self.num_homes = net.world_size if num_homes is None else num_homes
         self._members: tuple[int, ...] = tuple(range(net.world_size))
-        self.num_epochs = 0
+        self._num_epochs = 0
+        self.has_told_of_parts = False
         self._drawn = 0, list[Batches]()  # for the epoch of that number, by home
         self._first_slot = NONE  # of an epoch that others have begun, on a newcomer; else NONE
         self._dealing = UnitDealing(net.sub("units"), backups=backups, on_closed=sums.close_step)
@@ -139,7 +140,7 @@ class Balancing:
             first_slot: where the epoch goes on, if it was begun before
         """
         if self._first_slot == NONE:
-            self.num_epochs += 1
+            self._num_epochs += 1
             self._ranks.together(partial(self._draw, loader.draws()), _adopt_nothing)
             self._first_step += self._num_steps
         else:
@@ -161,7 +162,7 @@ class Balancing:
     def _draw(self, draw: Callable[[int], list[list[int]]]) -> None:
         """Has all ranks tell each other the batches of the homes that they are, or stand for."""
         own = {home: draw(home) for home, rank in enumerate(self._places) if rank == self._net.rank}
-        self._drawn = self.num_epochs, gather(self._net, own, self.num_homes)
+        self._drawn = self._num_epochs, gather(self._net, own, self.num_homes)
 
     @property
     def _places(self) -> list[int]:
@@ -214,7 +215,7 @@ class Balancing:
         giver = known.index(max(known))
         self._drawn = max(known), give(net, batches, giver)
         if number == 0 and told[giver][2] != NONE:  # the others are in the midst of it
-            self.num_epochs, self._first_step, self._first_slot = told[giver]
+            self._num_epochs, self._first_step, self._first_slot = told[giver]
             self.num_homes = len(self._drawn[1])
 
     # ---- a step ----
