@@ -40,7 +40,7 @@ WITH_ADAM = (decisions.DDP, decisions.BALANCED, "allreduce")
 """These step with the sum of all gradients, so Adam's steps are those of DDP."""
 ADAMW = (
     ("language", ("choosing/adam_language.json", "choosing/adam_language_claimed.json")),
-    ("translation", ("choosing/adam_translation.json",)),
+    ("translation", ("choosing/adam_translation.json", "choosing/adam_translation_claimed.json")),
 )
 """Tasks with AdamW, and what `python -m benchmarks target` measured, of the same seeds."""
 GAINS = re.compile(r"(<!-- what the first choices gained, with pages in (\S+) -->\n)(?:.+\n)*")
