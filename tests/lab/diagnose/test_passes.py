@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,13 @@ def test_the_bytes_are_those_that_a_device_moves(spec: str) -> None:
     [found] = counted([spec], ranks_for(spec)).values()
     # Some strategies draw their partners, and messages of a few bytes count too.
     assert found == pytest.approx(passes.BYTES[spec], rel=0.03)
+
+
+def test_the_bytes_are_those_of_the_result() -> None:
+    file = Path(__file__).parents[3] / "docs/results/gpus/device_passes.json"
+    rows = json.loads(file.read_text())["rows"]
+    found = {row["strategy"]: row["bytes_a_weight"] for row in rows}
+    assert found == pytest.approx(passes.BYTES, rel=0.03)
 
 
 def test_all_that_is_advised_is_counted() -> None:
