@@ -16,7 +16,7 @@ from lightning_dsgd.devices import port_of, until
 _TIMED_CYCLES: Final = 100_000_000
 """The kernel that spins takes about 50 ms for so many."""
 _COPIED_BYTES: Final = 64 << 20
-"""What is copied to measure a memory: more than what caches of devices hold."""
+"""What is copied to measure a memory.  Where a cache holds twice that, the speed is the cache's."""
 _NUM_COPIES: Final = 4
 _COPIES_LIMIT_S: Final = 10.0
 _MOST_FREE: Final = 256
@@ -176,11 +176,12 @@ def times_of(device: torch.device) -> Times:
 def memory_bytes_s(device: torch.device) -> float | None:
     """Measures how many bytes a second a copy within a device's memory reads and writes.
 
-    It takes some milliseconds, and 128 MB meanwhile.
+    It waits for what the device has to do, as every new clock does; then it takes some
+    milliseconds, and 128 MB, which torch keeps for what is allocated next.
 
     Returns:
         the bytes a second; None where the device is the CPU or has no clock, no room for the
-        copy, or has not made it after 10 s
+        copies, or has not made them after 10 s
     """
     times = times_of(device)
     if not isinstance(times, DeviceTimes):

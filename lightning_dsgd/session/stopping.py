@@ -266,7 +266,7 @@ class AgreedBatch:
             if self._net.now() > deadline:
                 raise Timeout(
                     f"rank {self._net.rank} has waited {self._net.timeout_s:g} s for rank 0 to say "
-                    "after which batch all ranks stop, end or save"
+                    "after which batch all ranks stop, end, save or meet"
                 )
 
     def _ask(self, what: int, detail: int, number: int) -> None:
