@@ -127,11 +127,16 @@ def test_rows_take_numbers_from_a_multiple_of_their_size_on() -> None:
 
 
 def test_whoever_waits_goes_to_the_attempt_that_a_later_process_begins() -> None:
-    """The first process of rank 3 has ended once it had come, and rank 2 waits elsewhere."""
+    """The first process of rank 1 has ended once it had come, and rank 2 is late."""
     table, row = Table(), (0, 1, 2)
     table.texts["row/0/0/1"] = "a process that has ended"
-    calls = [lambda rank=rank: gather(Process(table), rank, row) for rank in row]
-    assert in_threads(*calls) == [4, 5, 6]
+
+    def come_late() -> Any:
+        until(lambda: table.texts.get("row/0") == "1")
+        return gather(Process(table), 2, row)
+
+    calls = [lambda rank=rank: gather(Process(table), rank, row) for rank in row[:2]]
+    assert in_threads(*calls, come_late) == [4, 5, 6]
     assert table.texts["row/0"] == "1"
 
 
